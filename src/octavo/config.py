@@ -1,0 +1,92 @@
+"""What an operator may set, and what a model's file says. Validated once, here; plain values ever after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from octavo.errors import ConfigError
+from octavo.kv_format import BLOCK_SIZES, ITEM_BYTES
+
+Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Llama-3 scaling of rotary frequencies (the `rope_scaling` of a config.json with `rope_type` "llama3")."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a decoder, whatever file it came from. Lengths in tokens, sizes in elements."""
+
+    architecture: Architecture
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context_length: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = None
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The engine's knobs, named as the server's flags with underscores.
+
+    block_size: tokens in a page.
+    max_num_seqs: sequences running at once.
+    max_num_batched_tokens: tokens computed in one step.
+    kv_cache_memory_bytes: size of the page pool; None sizes it from the memory that is free.
+    enable_prefix_caching: whether finished and running prompts' pages are found again.
+    max_model_len: longest prompt + answer; None takes the model's context length.
+    seed: where requests without a seed of their own draw theirs from.
+    num_threads: threads of the native kernels; None takes one for each available core.
+    kv_cache_dtype: "auto" stores keys and values in bf16.
+    backend: "auto" and "cpu" run the native kernels, "reference" numpy in float32.
+    """
+
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    kv_cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    max_model_len: int | None = None
+    seed: int = 0
+    num_threads: int | None = None
+    kv_cache_dtype: str = "auto"
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.block_size not in BLOCK_SIZES:
+            raise ConfigError("block_size", f"must be one of {BLOCK_SIZES}, got {self.block_size!r}")
+        if self.kv_cache_dtype not in ("auto", *ITEM_BYTES):
+            raise ConfigError("kv_cache_dtype", f"must be auto, {', '.join(ITEM_BYTES)}; got {self.kv_cache_dtype!r}")
+        if self.backend not in ("auto", "cpu", "reference"):
+            raise ConfigError("backend", f"must be auto, cpu or reference; got {self.backend!r}")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ConfigError("enable_prefix_caching", f"must be true or false, got {self.enable_prefix_caching!r}")
+        _integer("seed", self.seed, 0, 2**64 - 1)
+        _integer("max_num_seqs", self.max_num_seqs, 1, 2**20)
+        _integer("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**24)
+        for name in ("kv_cache_memory_bytes", "max_model_len", "num_threads"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 1, 2**50)
+
+
+def _integer(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(name, f"must be a whole number from {low} to {high}, got {value!r}")

@@ -1,0 +1,45 @@
+"""Every error Octavo raises on purpose. Messages name the numbers and the knob that changes them.
+
+OctavoError
+├── InvalidRequest      one request is wrong; `.field` names the culprit
+│   └── RequestTooLarge     it can never fit, however long it waits
+├── ConfigError         an option of the engine is wrong; `.option` names it
+├── ModelError          a model's file is missing, corrupt or unsupported; `.path` names it
+└── AuditError          page accounting does not add up: a fault in Octavo itself
+"""
+
+
+class OctavoError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class InvalidRequest(OctavoError, ValueError):
+    """A request is refused; nobody else is affected."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class RequestTooLarge(InvalidRequest):
+    """A request needs more than the engine will ever have."""
+
+
+class ConfigError(OctavoError, ValueError):
+    """An engine option is out of range or contradicts another."""
+
+    def __init__(self, option: str, message: str) -> None:
+        super().__init__(f"{option}: {message}")
+        self.option = option
+
+
+class ModelError(OctavoError):
+    """A model cannot be found, read or run."""
+
+    def __init__(self, path: object, message: str) -> None:
+        super().__init__(f"{path}: {message}")
+        self.path = str(path)
+
+
+class AuditError(OctavoError, AssertionError):
+    """The audit found a page in two states, or a count that does not match its holders."""

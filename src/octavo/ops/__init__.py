@@ -1,0 +1,1 @@
+"""Backends: the dozen fused operations every model is written in."""

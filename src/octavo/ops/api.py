@@ -1,0 +1,140 @@
+"""The op set: all that a backend provides and all that a model may call.
+
+A backend is an object with these methods; what they return is opaque to the model (`Tensor`). Activations are float32
+rows, one row a token. A returned activation stays valid until the same method is called again or the next `embed`.
+
+The rule every backend keeps: a row's result depends on that row's inputs alone, bit for bit, whatever other rows, pages,
+threads or page sizes are about.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.kv_format import KVFormat
+
+Tensor = Any
+"""A backend's own array."""
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int32]
+
+
+class Quantized(NamedTuple):
+    """Rows of a matrix in groups along the inputs: value = scale · code + minimum.
+
+    codes: uint8 (bits 4: 0…15) or int8 (bits 8) [rows, inputs]; scales, minimums: float32 [rows, inputs / group].
+    """
+
+    codes: NDArray[Any]
+    scales: Floats
+    minimums: Floats | None
+    group: int
+    bits: int
+
+
+class Weight(Protocol):
+    """A matrix as its file stores it, [num_outputs, num_inputs], read lazily and row range by row range."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def bits(self) -> int:
+        """4 or 8 where `quantized` works, 16 or 32 where only `float32` does."""
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale (16 or 32); 0 for unquantised weights."""
+
+    def quantized(self, start: int, stop: int) -> Quantized:
+        """Rows start…stop without loss."""
+
+    def float32(self, start: int, stop: int) -> Floats:
+        """Rows start…stop as float32, the exact values that the file's format defines."""
+
+
+class StepInputs(NamedTuple):
+    """The rows of one forward pass. Slice s owns rows row_start[s] … row_start[s+1] and lists its pages likewise.
+
+    token_ids, positions: [num_rows]. write_start: [num_slices], the first position whose KV is written.
+    row_start, page_start: [num_slices + 1]. pages: page ids, all slices' tables end to end.
+    """
+
+    token_ids: Ints
+    positions: Ints
+    row_start: Ints
+    write_start: Ints
+    page_start: Ints
+    pages: Ints
+
+
+class KVPool(NamedTuple):
+    """The pages of the device tier: `data` is [num_pages, page_bytes] bytes in the backend's memory."""
+
+    format: KVFormat
+    data: Tensor
+
+
+class Ops(Protocol):
+    """A backend. `x` is the residual stream, [num_rows, hidden]."""
+
+    name: str
+
+    # ── at load ──
+
+    def linear(self, weights: list[Weight], bias: Floats | None = None) -> Tensor:
+        """A projection in the backend's own order; several weights are joined along the outputs (Q, K, V; gate, up)."""
+
+    def vector(self, values: Floats) -> Tensor: ...
+
+    def rope_table(self, inverse_frequencies: Floats, num_positions: int) -> Tensor:
+        """Cosines and sines of position · frequency, float32, from float64 arithmetic; [num_positions, head_dim / 2]."""
+
+    def allocate_pages(self, format: KVFormat, num_pages: int) -> KVPool: ...
+
+    # ── between forward passes ──
+
+    def copy_page(self, pool: KVPool, src: int, dst: int) -> None: ...
+
+    # ── the forward pass ──
+
+    def embed(self, table: Tensor, step: StepInputs) -> Tensor:
+        """Rows of `table` (a `linear`, so that tied embeddings are stored once): a new residual stream."""
+
+    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+        """RMS norm, projection, bias: [num_rows, num_outputs]."""
+
+    def rope_write(
+        self,
+        qkv: Tensor,
+        layer: int,
+        num_heads: int,
+        pool: KVPool,
+        rope: Tensor,
+        step: StepInputs,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        """Normalise (where norms are given) and rotate Q and K in place, halves paired; write K and V into the pages."""
+
+    def attention(
+        self, qkv: Tensor, layer: int, num_heads: int, pool: KVPool, step: StepInputs, window: int | None = None
+    ) -> Tensor:
+        """Causal grouped-query attention over the pages, scaled by head_dim ** -0.5: [num_rows, num_heads · head_dim].
+
+        With `window`, a token sees the last `window` tokens, itself included. Slots past a row's position are never read.
+        """
+
+    def add_linear(self, x: Tensor, inputs: Tensor, weight: Tensor) -> None:
+        """x += projection of `inputs`."""
+
+    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+        """RMS norm, joined gate and up projection, SiLU(gate) · up: [num_rows, intermediate]."""
+
+    def logits(self, x: Tensor, rows: Ints, norm: Tensor, eps: float, weight: Tensor) -> Floats:
+        """Final norm and vocabulary projection of the given rows: [len(rows), vocab] in host memory."""

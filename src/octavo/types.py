@@ -1,0 +1,240 @@
+"""What crosses the layers: requests, sampling parameters, step plans and their results.
+
+Plain values only. This module imports no array library and knows no model, page pool or scheduler.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from octavo.errors import InvalidRequest
+
+FinishReason = Literal["stop", "length", "abort"]
+
+MAX_SEED = 2**64 - 1
+MAX_CHOICES = 1024
+MAX_LOGPROBS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one request are chosen. Names and meanings are vLLM's.
+
+    `n` choices are drawn from one stored prompt; choice i uses `seed + i`. `top_k` 0 or -1 and `top_p` 1 switch
+    those filters off. `max_tokens` None means "up to the context length". With `use_beam_search` the `n` best of
+    `beam_width` beams are returned, scored by sum of log-probabilities / length ** length_penalty.
+
+    Raises InvalidRequest naming the field.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    use_beam_search: bool = False
+    beam_width: int = 4
+    length_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        _integer("n", self.n, 1, MAX_CHOICES)
+        _number("temperature", self.temperature, 0.0, 1e9)
+        _number("top_p", self.top_p, 0.0, 1.0, above=True)
+        _integer("top_k", self.top_k, -1, 2**31 - 1)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _integer("seed", self.seed, 0, MAX_SEED, optional=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 1e3, above=True)
+        _integer("max_tokens", self.max_tokens, 1, 2**31 - 1, optional=True)
+        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest("min_tokens", f"{self.min_tokens} is above max_tokens {self.max_tokens}")
+        _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
+        _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
+        for name in ("ignore_eos", "include_stop_str_in_output", "use_beam_search"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(name, f"must be true or false, got {_short(getattr(self, name))}")
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop))
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise InvalidRequest("stop", f"must be non-empty strings, got {_short(text)}")
+        object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, 0, 2**31 - 1)
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise InvalidRequest("logit_bias", "must map token ids to numbers")
+            for token, bias in self.logit_bias.items():
+                _integer("logit_bias", token, 0, 2**31 - 1)
+                _number("logit_bias", bias, -100.0, 100.0)
+        if self.use_beam_search:
+            _integer("beam_width", self.beam_width, max(self.n, 1), 64)
+            _number("length_penalty", self.length_penalty, -10.0, 10.0)
+            if self.stop:
+                raise InvalidRequest("stop", "stop strings do not work with use_beam_search: use stop_token_ids")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken; a vanishing temperature means the same."""
+        return self.temperature < 1e-5
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _tuple(name: str, value: object) -> tuple[object, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, (bytes, str)) or not isinstance(value, Sequence):
+        raise InvalidRequest(name, f"must be a list, got {_short(value)}")
+    return tuple(value)
+
+
+def _integer(name: str, value: object, low: int, high: int, *, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidRequest(name, f"must be a whole number from {low} to {high}, got {_short(value)}")
+
+
+def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or not low <= value <= high or (above and value == low):  # type: ignore[operator]
+        bound = "above" if above else "from"
+        raise InvalidRequest(name, f"must be a number {bound} {low:g} to {high:g}, got {_short(value)}")
+
+
+@dataclass(slots=True)
+class Request:
+    """One prompt to be continued.
+
+    `identity` names whose prefix-cache root the prompt may share (tenant, adapter, salt); requests of different
+    identities never share a page. Lower `priority` is served first.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    identity: tuple[str, ...] = ()
+    priority: int = 0
+
+
+# ── one step ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class CopyPage(NamedTuple):
+    """A page operation: copy page `src` onto page `dst`, all layers. Applied in plan order, before the forward pass."""
+
+    src: int
+    dst: int
+
+
+class Draw(NamedTuple):
+    """One token to be chosen from the logits after a slice's last token.
+
+    `token_ids` holds the sequence so far, of which the first `num_prompt_tokens` are prompt: penalties and min_tokens
+    look at them. `num_top` log-probabilities are returned beside the chosen token's. The noise is a function of
+    `seed` and the position `len(token_ids)` alone.
+    """
+
+    params: SamplingParams
+    seed: int
+    token_ids: array[int]
+    num_prompt_tokens: int
+    num_top: int
+
+
+class Slice(NamedTuple):
+    """A run of one sequence's tokens, computed in one step.
+
+            0            write_start     start                    start+len(token_ids)
+            │ in the pages │ in the pages │ computed here           │
+            └──────────────┴──────────────┴─────────────────────────┘
+                                           KV is written from max(start, write_start) on
+
+    `write_start` passes `start` when the whole prompt was found in the cache: the last token is computed again for
+    its logits, and its KV, which lies in a shared page, is left alone.
+    `pages` covers every position up to the end of the slice; it is the live page table, valid until the next plan.
+    Logits are wanted at the last position if `draws`, and at every position if `num_prompt_logprobs` is not None:
+    the logits at position p then score token p + 1 of `draws`' or the prompt's tokens, `targets`.
+    """
+
+    seq_id: int
+    start: int
+    token_ids: array[int]
+    write_start: int
+    pages: array[int]
+    draws: tuple[Draw, ...]
+    num_prompt_logprobs: int | None = None
+    targets: Sequence[int] = ()
+
+
+class StepPlan(NamedTuple):
+    """What one step does: page operations in order, then one forward pass over all slices."""
+
+    step: int
+    page_ops: Sequence[CopyPage]
+    slices: Sequence[Slice]
+
+
+class Sampled(NamedTuple):
+    """A chosen (or scored) token: its log-probability, its rank (1 = most likely) and the `num_top` best alternatives."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: Sequence[tuple[int, float]]
+
+
+class SliceResult(NamedTuple):
+    """One `Sampled` for each draw, and one for each target when prompt log-probabilities were asked for."""
+
+    sampled: Sequence[Sampled]
+    prompt_logprobs: Sequence[Sampled] = ()
+
+
+class StepResult(NamedTuple):
+    """Results in the order of the plan's slices."""
+
+    slices: Sequence[SliceResult]
+
+
+# ── what the engine says after a step ────────────────────────────────────────────────────────────────────────────
+
+
+class Output(NamedTuple):
+    """News of one choice of a request: tokens new since the last Output, and why it ended, if it did.
+
+    `prompt_logprobs` holds P - 1 entries (the first prompt token has no predecessor) and comes with the first Output of
+    choice 0. `score` is a beam's final score. `num_cached_tokens` counts prompt tokens found in the cache at the
+    request's first admission.
+    """
+
+    request_id: str
+    index: int
+    new_tokens: Sequence[Sampled]
+    finish_reason: FinishReason | None
+    num_cached_tokens: int
+    num_preemptions: int
+    prompt_logprobs: Sequence[Sampled] | None = None
+    score: float | None = None
