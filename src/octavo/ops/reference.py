@@ -1,0 +1,173 @@
+"""The reference backend: every op of `api.py` in plain numpy float32. It is the specification the kernels are held to.
+
+It owns no policy and is written to be read, not to be fast. Matrix products are float32 in blocks of exactly
+`BLOCK_ROWS` rows (the last one padded), because BLAS picks its order of summation by the shape of the product; attention
+goes one row at a time, so that its shapes depend on the row's position alone. Sums of squares are taken in float64.
+So a row's bits depend on its inputs alone, as long as BLAS treats all rows of one block alike: OpenBLAS was seen to do so
+for 16 rows and not for 12, 24 or 32. The tests of this rule rest on the native kernels, which keep it by construction.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.kv_format import ITEM_BYTES, KVFormat
+from octavo.ops.api import Floats, Ints, KVPool, StepInputs, Weight
+
+BLOCK_ROWS = 16
+
+
+class Linear(NamedTuple):
+    """matrix: [num_outputs, num_inputs]; bias: [num_outputs]."""
+
+    matrix: Floats
+    bias: Floats | None
+
+
+class RopeTable(NamedTuple):
+    """cos, sin: [num_positions, head_dim / 2]."""
+
+    cos: Floats
+    sin: Floats
+
+
+def to_bf16(values: Floats) -> NDArray[np.uint16]:
+    """The nearest bf16, ties to even; a NaN stays a NaN."""
+    bits = values.astype(np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(values), bits >> 16 | 0x40, rounded).astype(np.uint16)
+
+
+def from_bf16(bits: NDArray[np.uint16]) -> Floats:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
+    """x / sqrt(mean(x²) + eps) · weight, over the last axis (Zhang and Sennrich, 2019)."""
+    scale = 1 / np.sqrt(np.mean(np.square(x, dtype=np.float64), axis=-1, keepdims=True) + eps)
+    return x * scale.astype(np.float32) * weight
+
+
+def project(x: Floats, weight: Linear) -> Floats:
+    """x · matrixᵀ + bias, [len(x), num_outputs]."""
+    padded = np.zeros((-(-len(x) // BLOCK_ROWS) * BLOCK_ROWS, x.shape[1]), np.float32)
+    padded[: len(x)] = x
+    out = np.empty((len(padded), len(weight.matrix)), np.float32)
+    for row in range(0, len(padded), BLOCK_ROWS):
+        np.matmul(padded[row : row + BLOCK_ROWS], weight.matrix.T, out=out[row : row + BLOCK_ROWS])
+    return out[: len(x)] if weight.bias is None else out[: len(x)] + weight.bias
+
+
+def kv_views(pool: KVPool, layer: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """K as [page, head, head_dim / pair, slot, pair] and V as [page, head, slot / pair, head_dim, pair], in place.
+
+    bf16 has pairs of 2 (as uint16), fp32 of 1.
+    """
+    f = pool.format
+    dtype, pair = (np.uint16, 2) if f.dtype == "bf16" else (np.float32, 1)
+    size = f.num_kv_heads * f.head_bytes
+    items = pool.data[:, : f.page_bytes // ITEM_BYTES[f.dtype] * ITEM_BYTES[f.dtype]].view(dtype)
+    k_start, v_start, size = (n // ITEM_BYTES[f.dtype] for n in (f.k_offset(layer, 0), f.v_offset(layer, 0), size))
+    k = items[:, k_start : k_start + size]
+    v = items[:, v_start : v_start + size]
+    return (
+        k.reshape(len(k), f.num_kv_heads, f.head_dim // pair, f.block_size, pair),
+        v.reshape(len(v), f.num_kv_heads, f.block_size // pair, f.head_dim, pair),
+    )
+
+
+class ReferenceOps:
+    """See `api.Ops`. Tensors are numpy arrays, projections `Linear`s, a rope table a `RopeTable`."""
+
+    name = "reference"
+
+    def linear(self, weights: list[Weight], bias: Floats | None = None) -> Linear:
+        return Linear(np.concatenate([w.float32(0, w.shape[0]) for w in weights]), bias)
+
+    def vector(self, values: Floats) -> Floats:
+        return np.array(values, np.float32)
+
+    def rope_table(self, inverse_frequencies: Floats, num_positions: int) -> RopeTable:
+        angles = np.outer(np.arange(num_positions), inverse_frequencies.astype(np.float64))
+        return RopeTable(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
+
+    def allocate_pages(self, format: KVFormat, num_pages: int) -> KVPool:
+        return KVPool(format, np.zeros((num_pages, format.page_bytes), np.uint8))
+
+    def copy_page(self, pool: KVPool, src: int, dst: int) -> None:
+        pool.data[dst] = pool.data[src]
+
+    def embed(self, table: Linear, step: StepInputs) -> Floats:
+        return table.matrix[step.token_ids]
+
+    def norm_linear(self, x: Floats, norm: Floats, eps: float, weight: Linear) -> Floats:
+        return project(rms_norm(x, norm, eps), weight)
+
+    def rope_write(
+        self,
+        qkv: Floats,
+        layer: int,
+        num_heads: int,
+        pool: KVPool,
+        rope: RopeTable,
+        step: StepInputs,
+        q_norm: Floats | None = None,
+        k_norm: Floats | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        f = pool.format
+        heads = qkv.reshape(len(qkv), -1, f.head_dim)
+        q, k, v = np.split(heads, (num_heads, num_heads + f.num_kv_heads), axis=1)
+        cos, sin = rope.cos[step.positions, None], rope.sin[step.positions, None]
+        for part, norm in ((q, q_norm), (k, k_norm)):
+            low, high = np.split(part if norm is None else rms_norm(part, norm, eps), 2, axis=-1)
+            part[:] = np.concatenate((low * cos - high * sin, high * cos + low * sin), axis=-1)
+
+        slice_of_row = np.repeat(np.arange(len(step.write_start)), np.diff(step.row_start))
+        written = step.positions >= step.write_start[slice_of_row]
+        page_index, slot = np.divmod(step.positions[written], f.block_size)
+        page = step.pages[step.page_start[slice_of_row[written]] + page_index]
+        k, v = k[written], v[written]
+        if f.dtype == "bf16":
+            k, v = to_bf16(k), to_bf16(v)
+        k_pages, v_pages = kv_views(pool, layer)
+        pair = k_pages.shape[-1]
+        k_pages[page, :, :, slot] = k.reshape(len(k), f.num_kv_heads, f.head_dim // pair, pair)
+        v_pages[page, :, slot // pair, :, slot % pair] = v
+
+    def attention(
+        self, qkv: Floats, layer: int, num_heads: int, pool: KVPool, step: StepInputs, window: int | None = None
+    ) -> Floats:
+        f = pool.format
+        q = qkv[:, : num_heads * f.head_dim].reshape(len(qkv), f.num_kv_heads, -1, f.head_dim)
+        out = np.empty_like(q)
+        k_pages, v_pages = kv_views(pool, layer)
+        for s in range(len(step.write_start)):
+            rows = range(step.row_start[s], step.row_start[s + 1])
+            pages = step.pages[step.page_start[s] : step.page_start[s + 1]]
+            pages = pages[: f.num_pages(int(step.positions[rows[-1]]) + 1)]
+            k = k_pages[pages].transpose(1, 0, 3, 2, 4).reshape(f.num_kv_heads, -1, f.head_dim)
+            v = v_pages[pages].transpose(1, 0, 2, 4, 3).reshape(f.num_kv_heads, -1, f.head_dim)
+            if f.dtype == "bf16":
+                k, v = from_bf16(k), from_bf16(v)
+            for row in rows:
+                end = int(step.positions[row]) + 1
+                seen = slice(0 if window is None else max(0, end - window), end)
+                scores = q[row] @ k[:, seen].transpose(0, 2, 1) * np.float32(f.head_dim**-0.5)
+                weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+                out[row] = weights @ v[:, seen] / weights.sum(axis=-1, keepdims=True)
+        return out.reshape(len(qkv), -1)
+
+    def add_linear(self, x: Floats, inputs: Floats, weight: Linear) -> None:
+        x += project(inputs, weight)
+
+    def norm_gate_up(self, x: Floats, norm: Floats, eps: float, weight: Linear) -> Floats:
+        gate, up = np.split(project(rms_norm(x, norm, eps), weight), 2, axis=-1)
+        with np.errstate(over="ignore"):  # exp(-gate) = inf gives the right limit, -0
+            return gate / (1 + np.exp(-gate)) * up
+
+    def logits(self, x: Floats, rows: Ints, norm: Floats, eps: float, weight: Linear) -> Floats:
+        return project(rms_norm(x[rows], norm, eps), weight)
