@@ -1,10 +1,10 @@
 """The reference backend: every op of `api.py` in plain numpy float32. It is the specification the kernels are held to.
 
 It owns no policy and is written to be read, not to be fast. Matrix products are float32 in blocks of exactly
-`BLOCK_ROWS` rows (the last one padded), because BLAS picks its order of summation by the shape of the product; attention
-goes one row at a time, so that its shapes depend on the row's position alone. Sums of squares are taken in float64.
-So a row's bits depend on its inputs alone, as long as BLAS treats all rows of one block alike: OpenBLAS was seen to do so
-for 16 rows and not for 12, 24 or 32. The tests of this rule rest on the native kernels, which keep it by construction.
+`BLOCK_ROWS` rows (the last one padded), because BLAS picks its order of summation by the shape of the product;
+attention goes one row at a time, so that its shapes depend on the row's position alone. Sums of squares are taken in
+float64. So a row's bits depend on its inputs alone, as long as BLAS treats all rows of one block alike: OpenBLAS was
+seen to do so for 16 rows and not for 12, 24 or 32. The native kernels keep that rule by construction.
 """
 
 from __future__ import annotations
