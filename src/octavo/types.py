@@ -198,7 +198,7 @@ class StepPlan(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """A chosen (or scored) token: its log-probability, its rank (1 = most likely) and the `num_top` best alternatives."""
+    """A chosen (or scored) token: its log-probability, its rank (1 = most likely), and the `num_top` best tokens."""
 
     token_id: int
     logprob: float
@@ -231,7 +231,7 @@ class Output(NamedTuple):
     """
 
     request_id: str
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
     new_tokens: Sequence[Sampled]
     finish_reason: FinishReason | None
     num_cached_tokens: int

@@ -1,0 +1,1 @@
+"""Pages of KV memory: who holds them, which can be found again, which go first. Never touches a tensor."""

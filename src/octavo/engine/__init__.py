@@ -1,0 +1,1 @@
+"""The step loop, its real executor, and the Python API over them."""

@@ -1,0 +1,446 @@
+"""Scheduler: from requests to step plans, and from step results to outputs.
+
+Two doors change anything: `schedule` plans a step, `commit` takes its result in. It owns the queue of waiting
+sequences, the running ones and, through the CacheManager, all pages. It never touches a tensor or a text and reads no
+clock: the same requests in the same order give the same plans.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import abc
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from octavo.cache.manager import Admission, CacheManager, Wait
+from octavo.config import EngineConfig
+from octavo.errors import InvalidRequest, RequestTooLarge
+from octavo.scheduler.beam import Step, advance
+from octavo.scheduler.policy import fair_shares, victim
+from octavo.scheduler.sequence import Group, Phase, Sequence
+from octavo.types import MAX_SEED, Draw, FinishReason, Output, Request, Sampled, Slice, StepPlan, StepResult
+
+MIN_SHARE = 64
+"""No prompt is admitted beside others if each would then get fewer tokens a step than this."""
+MAX_WAITS = 32
+"""How many waiting sequences may step aside, for a shared page to be computed, before admission stops for this step."""
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counts since the start."""
+
+    num_steps: int = 0
+    num_preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    computed_tokens: int = 0
+
+
+class Scheduler:
+    """Continuous batching over a paged cache, first come first served within a priority."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        cache: CacheManager,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self.cache = cache
+        self.max_model_len = max_model_len
+        self.stats = SchedulerStats()
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._seed = config.seed
+        self._max_num_batched_tokens = config.max_num_batched_tokens
+        # a running sequence gets at least one token a step
+        self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._groups: dict[str, Group] = {}
+        self._running: dict[int, Sequence] = {}
+        self._parked: dict[int, Sequence] = {}
+        self._waiting: list[tuple[tuple[int, int, int, int], Sequence]] = []  # a heap; finished entries are skipped
+        self._num_waiting = 0
+        self._num_arrived = 0
+        self._next_seq_id = 0
+        self._planned: list[Sequence] = []
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_waiting
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running) + len(self._parked)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._groups)
+
+    # ── requests ──
+
+    def add(self, request: Request) -> None:
+        """Queue a request, or raise InvalidRequest; one that could never be served raises RequestTooLarge at once."""
+        if request.request_id in self._groups:
+            raise InvalidRequest("request_id", f"{request.request_id!r} is in use")
+        max_tokens = self._check(request)
+        params = request.params
+        self._num_arrived += 1
+        seed = params.seed if params.seed is not None else _mix(self._seed, self._num_arrived)
+        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
+        group = Group(request, self._num_arrived, max_tokens, stops)
+        self._groups[request.request_id] = group
+        sequence = self._new_sequence(group, 0, array("i", request.prompt_token_ids), seed)
+        if params.use_beam_search:
+            num_top = min(params.beam_width * max(2, 1 + len(stops)), self._vocab_size)
+            sequence.draws = (self._draw(sequence, seed, num_top),)
+        else:
+            sequence.draws = tuple(self._draw(sequence, seed + choice) for choice in range(params.n))
+        self.stats.prompt_tokens += group.num_prompt_tokens
+        self._enqueue(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request and give all its pages back at once. Unknown or finished ids are ignored."""
+        group = self._groups.get(request_id)
+        if group is not None:
+            for sequence in list(group.live.values()):
+                self._end(sequence)
+
+    def finish(self, request_id: str, index: int) -> None:
+        """End one choice early, for instance because its text holds a stop string."""
+        group = self._groups.get(request_id)
+        if group is not None:
+            for sequence in list(group.live.values()):
+                if sequence.index == index:
+                    self._end(sequence)
+
+    def abort_all(self) -> None:
+        """Drop every request."""
+        for request_id in list(self._groups):
+            self.abort(request_id)
+
+    # ── a step ──
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step; None if there is nothing to compute.
+
+        Order of service: sequences that need one more token, then prompts under way and newly admitted ones, which
+        share what is left of max_num_batched_tokens. Pages are reserved here; when there are none, the last gives way.
+        """
+        in_order = sorted(self._running.values(), key=lambda seq: seq.key)
+        # reserving may preempt sequences further on in the list, which are then no longer running
+        chosen = [(seq, 1) for seq in in_order if seq.phase is Phase.RUNNING and self._reserve_next(seq)]
+        budget = self._max_num_batched_tokens - len(chosen)
+        prefilling = [seq for seq in self._running.values() if seq.num_remaining > 1]
+        self._admit(prefilling, budget)
+        shares = fair_shares([seq.num_remaining for seq in prefilling], budget)
+        chosen += [(seq, share) for seq, share in zip(prefilling, shares, strict=True) if share]
+        if not chosen:
+            return None
+        self.stats.num_steps += 1
+        self._planned = [sequence for sequence, _ in chosen]
+        slices = [self._slice(sequence, count) for sequence, count in chosen]
+        return StepPlan(self.stats.num_steps, self.cache.take_page_ops(), slices)
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[Output]:
+        """Take a step's result in: pages become findable, tokens are appended, forks made, finished sequences ended."""
+        outputs: list[Output] = []
+        searching: dict[int, Group] = {}
+        for sequence, piece, news in zip(self._planned, plan.slices, result.slices, strict=True):
+            if sequence.table is None:  # aborted since
+                continue
+            count = len(piece.token_ids)
+            sequence.num_computed += count
+            self.stats.computed_tokens += count
+            self.cache.commit(sequence.table, sequence.token_ids, sequence.num_computed)
+            if news.prompt_logprobs:
+                sequence.group.prompt_logprobs.extend(news.prompt_logprobs)
+            if not piece.draws:
+                continue
+            if sequence.group.request.params.use_beam_search:
+                self._park(sequence, news.sampled[0])
+                searching[sequence.group.arrival] = sequence.group
+            else:
+                self._append(sequence, news.sampled, outputs)
+        for group in searching.values():
+            if all(beam.phase is Phase.PARKED for beam in group.live.values()):
+                self._advance(group, outputs)
+        return outputs
+
+    def abandon(self) -> None:
+        """Drop the requests of the step that was planned last: it broke, and nothing of it was committed."""
+        for sequence in self._planned:
+            self.abort(sequence.group.request.request_id)
+
+    # ── scheduling, in parts ──
+
+    def _reserve_next(self, sequence: Sequence) -> bool:
+        """Pages for a sequence that needs just one token, preempting from the back; False if it had to give way."""
+        assert sequence.table is not None
+        if sequence.num_remaining > 1:  # a prompt under way, whose pages were reserved at admission
+            return False
+        while not self.cache.reserve(sequence.table, sequence.num_computed, len(sequence.token_ids)):
+            last = victim((self._parked or self._running).values())
+            self._preempt(last)
+            if last is sequence:
+                return False
+        return True
+
+    def _admit(self, prefilling: list[Sequence], budget: int) -> None:
+        """Start waiting sequences, in order, while there are places, tokens and pages; add them to `prefilling`."""
+        stepped_aside: list[Sequence] = []
+        wanted = sum(seq.num_remaining for seq in prefilling)
+        while len(self._running) < self._max_running and len(stepped_aside) < MAX_WAITS:
+            sequence = self._head()
+            crowded = prefilling and wanted >= budget and (len(prefilling) + 1) * MIN_SHARE > budget
+            if sequence is None or len(prefilling) >= budget or crowded:
+                break
+            if sequence.wait is None or sequence.wait.over:
+                admission = self._try_admit(sequence)
+                if admission is None:
+                    break
+                sequence.wait = admission if isinstance(admission, Wait) else None
+            heappop(self._waiting)
+            if sequence.wait is not None:
+                stepped_aside.append(sequence)
+                continue
+            self._num_waiting -= 1
+            self._run(sequence)
+            prefilling.append(sequence)
+            wanted += sequence.num_remaining
+        for sequence in stepped_aside:
+            heappush(self._waiting, (sequence.key, sequence))
+
+    def _try_admit(self, sequence: Sequence) -> Admission | Wait | None:
+        """Pages for everything the sequence knows, leaving one for each running one, which will need it before long."""
+        group = sequence.group
+        while True:
+            admission = self.cache.admit(
+                sequence.token_ids,
+                group.request.identity,
+                spare=len(self._running),
+                use_cache=not group.scores_prompt,
+                resumed=group.num_cached_tokens is not None,
+            )
+            if admission is not None or self._running or not self._parked:
+                break
+            self._preempt(victim(self._parked.values()))
+        if isinstance(admission, Admission):
+            sequence.table = admission.table
+            sequence.num_computed = admission.num_computed
+            sequence.write_start = admission.write_start
+            if group.num_cached_tokens is None:
+                group.num_cached_tokens = admission.num_computed
+        return admission
+
+    def _slice(self, sequence: Sequence, count: int) -> Slice:
+        start, tokens = sequence.num_computed, sequence.token_ids
+        stop = start + count
+        assert sequence.table is not None
+        draws = sequence.draws if stop == len(tokens) else ()
+        group, pages = sequence.group, sequence.table.pages
+        if not group.scores_prompt:
+            return Slice(sequence.seq_id, start, tokens[start:stop], sequence.write_start, pages, draws)
+        targets = tokens[start + 1 : min(stop, group.num_prompt_tokens - 1) + 1]
+        num_top = group.request.params.prompt_logprobs
+        return Slice(sequence.seq_id, start, tokens[start:stop], sequence.write_start, pages, draws, num_top, targets)
+
+    def _head(self) -> Sequence | None:
+        while self._waiting:
+            sequence = self._waiting[0][1]
+            if sequence.phase is Phase.WAITING:
+                return sequence
+            heappop(self._waiting)
+        return None
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        sequence.phase = Phase.WAITING
+        self._num_waiting += 1
+        heappush(self._waiting, (sequence.key, sequence))
+
+    def _release(self, sequence: Sequence) -> None:
+        self._running.pop(sequence.seq_id, None)
+        self._parked.pop(sequence.seq_id, None)
+        if sequence.table is not None:
+            self.cache.release(sequence.table)
+            sequence.table = None
+        sequence.num_computed = sequence.write_start = 0
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take a sequence's pages. They stay findable while they last, so that resuming is a prefix hit."""
+        self._release(sequence)
+        sequence.num_preemptions += 1
+        self.stats.num_preemptions += 1
+        if sequence.group.scores_prompt:
+            sequence.group.prompt_logprobs.clear()
+        if sequence.phase is Phase.RUNNING:
+            self._enqueue(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        if sequence.phase is Phase.WAITING:
+            self._num_waiting -= 1
+        self._release(sequence)
+        sequence.phase = Phase.FINISHED
+        group = sequence.group
+        del group.live[sequence.seq_id]
+        if not group.live:
+            del self._groups[group.request.request_id]
+
+    # ── results, in parts ──
+
+    def _append(self, sequence: Sequence, sampled: abc.Sequence[Sampled], outputs: list[Output]) -> None:
+        """Append a sequence's new token; at the end of the prompt fork one sequence for each further choice."""
+        forks = [self._fork(sequence, index, sequence.draws[index].seed) for index in range(1, len(sampled))]
+        sequence.draws = sequence.draws[:1]
+        for choice, token in zip([sequence, *forks], sampled, strict=True):
+            choice.token_ids.append(token.token_id)
+            reason = self._finish_reason(choice)
+            outputs.append(self._output(choice, (token,), reason))
+            if reason is not None:
+                self._end(choice)
+        self.stats.generation_tokens += len(sampled)
+
+    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
+        group, generated = sequence.group, sequence.num_generated
+        if sequence.token_ids[-1] in group.stop_token_ids and generated > group.request.params.min_tokens:
+            return "stop"
+        return "length" if generated >= group.max_tokens else None
+
+    def _output(self, sequence: Sequence, tokens: abc.Sequence[Sampled], reason: FinishReason | None) -> Output:
+        group = sequence.group
+        first = sequence.index == 0 and sequence.num_generated == len(tokens)
+        wanted = first and group.request.params.prompt_logprobs is not None
+        return Output(
+            group.request.request_id,
+            sequence.index,
+            tokens,
+            reason,
+            group.num_cached_tokens or 0,
+            sequence.num_preemptions,
+            group.prompt_logprobs if wanted else None,
+        )
+
+    def _fork(self, parent: Sequence, index: int, seed: int) -> Sequence:
+        """A sequence like `parent`, on the same pages if there is a place to run it, else waiting."""
+        twin = self._new_sequence(parent.group, index, parent.token_ids[:], seed)
+        twin.sampled, twin.score = parent.sampled[:], parent.score
+        twin.draws = (parent.draws[0]._replace(seed=twin.seed, token_ids=twin.token_ids),)
+        if parent.table is not None and len(self._running) < self._max_running:
+            twin.table = self.cache.fork(parent.table)
+            twin.num_computed, twin.write_start = parent.num_computed, parent.write_start
+            self._run(twin)
+        else:
+            self._enqueue(twin)
+        return twin
+
+    def _park(self, beam: Sequence, best: Sampled) -> None:
+        beam.candidates = best.top
+        beam.phase = Phase.PARKED
+        del self._running[beam.seq_id]
+        self._parked[beam.seq_id] = beam
+
+    def _advance(self, group: Group, outputs: list[Output]) -> None:
+        """Every beam's candidates are known: go on with the best, or end the search."""
+        beams = list(group.live.values())
+        steps = advance(group, beams)
+        if not steps:
+            self._answer(group, sum(beam.num_preemptions for beam in beams), outputs)
+        successors: list[tuple[Sequence, Step]] = []
+        used: set[int] = set()
+        for step in steps:  # fork while every parent is as it was
+            parent = step.parent
+            reused = parent.seq_id not in used
+            used.add(parent.seq_id)
+            successors.append((parent if reused else self._fork(parent, 0, 0), step))
+        for dropped in beams:
+            if dropped.seq_id not in used:
+                self._end(dropped)
+        for successor, step in successors:
+            successor.token_ids.append(step.sampled.token_id)
+            successor.sampled.append(step.sampled)
+            successor.score = step.score
+            if successor.phase is Phase.PARKED:
+                self._unpark(successor)
+
+    def _answer(self, group: Group, num_preemptions: int, outputs: list[Output]) -> None:
+        params, cached = group.request.params, group.num_cached_tokens or 0
+        for index, (score, sampled, reason) in enumerate(group.hypotheses[: params.n]):
+            scored = group.prompt_logprobs if params.prompt_logprobs is not None and index == 0 else None
+            outputs.append(
+                Output(group.request.request_id, index, sampled, reason, cached, num_preemptions, scored, score)
+            )
+            self.stats.generation_tokens += len(sampled)
+
+    def _unpark(self, beam: Sequence) -> None:
+        self._parked.pop(beam.seq_id, None)
+        if beam.table is not None and len(self._running) < self._max_running:
+            self._run(beam)
+        else:
+            self._release(beam)
+            self._enqueue(beam)
+
+    # ── small parts ──
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.phase = Phase.RUNNING
+        self._running[sequence.seq_id] = sequence
+
+    def _new_sequence(self, group: Group, index: int, token_ids: array[int], seed: int) -> Sequence:
+        sequence = Sequence(self._next_seq_id, group, index, token_ids, seed)
+        self._next_seq_id += 1
+        group.live[sequence.seq_id] = sequence
+        return sequence
+
+    def _draw(self, sequence: Sequence, seed: int, num_top: int | None = None) -> Draw:
+        params = sequence.group.request.params
+        num_top = params.logprobs or 0 if num_top is None else num_top
+        return Draw(params, seed & MAX_SEED, sequence.token_ids, sequence.group.num_prompt_tokens, num_top)
+
+    def _check(self, request: Request) -> int:
+        """The most tokens the request may generate. Raises InvalidRequest or RequestTooLarge."""
+        params, ids = request.params, request.prompt_token_ids
+        if not len(ids):
+            raise InvalidRequest("prompt", "is empty: give at least one token")
+        ids_by_field = {"prompt": ids, "stop_token_ids": params.stop_token_ids, "logit_bias": params.logit_bias or ()}
+        for field, tokens in ids_by_field.items():
+            for token in tokens:
+                if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._vocab_size:
+                    raise InvalidRequest(field, f"{token!r} is not a token id from 0 to {self._vocab_size - 1}")
+        for field, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if (count or 0) > self._vocab_size:
+                raise InvalidRequest(field, f"{count} is more than the {self._vocab_size} tokens of the vocabulary")
+
+        length, pages, capacity = len(ids), self.cache.num_pages, self.cache.num_pages * self.cache.block_size
+        if length >= self.max_model_len:
+            raise RequestTooLarge(
+                "prompt",
+                f"has {length} tokens, and a context of {self.max_model_len} must also hold an answer: "
+                "shorten it or raise max_model_len",
+            )
+        # the last sampled token's KV is never needed, so a pool of N slots holds a prompt and an answer of N + 1 tokens
+        most = min(self.max_model_len - length, capacity + 1 - length)
+        wanted = params.max_tokens
+        if wanted is not None and length + wanted > self.max_model_len:
+            raise RequestTooLarge(
+                "max_tokens",
+                f"{length} prompt tokens and {wanted} more exceed the context of {self.max_model_len}: "
+                f"ask for at most {self.max_model_len - length}, or raise max_model_len",
+            )
+        if most < (wanted or 1):
+            needed = self.cache.pages_for(length + (wanted or 1) - 1)
+            raise RequestTooLarge(
+                "prompt" if most < 1 else "max_tokens",
+                f"prompt and answer need {needed} pages and the pool has {pages}: "
+                "lower max_tokens, shorten the prompt, or raise kv_cache_memory_bytes",
+            )
+        return most if wanted is None else wanted
+
+
+def _mix(seed: int, number: int) -> int:
+    """A well-spread seed for the request of this number (the finaliser of SplitMix64, Steele et al., 2014)."""
+    value = (seed + number * 0x9E3779B97F4A7C15) & MAX_SEED
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MAX_SEED
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MAX_SEED
+    return value ^ (value >> 31)

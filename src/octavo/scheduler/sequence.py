@@ -1,0 +1,117 @@
+"""Sequence: one line of tokens on its way, and Group: the sequences of one request."""
+
+from __future__ import annotations
+
+from array import array
+from collections import abc
+from enum import Enum
+from typing import NamedTuple
+
+from octavo.cache.manager import Wait
+from octavo.cache.page_table import PageTable
+from octavo.types import Draw, FinishReason, Request, Sampled
+
+
+class Phase(Enum):
+    """Where a sequence is. Only RUNNING ones are planned; only RUNNING and PARKED ones hold pages."""
+
+    WAITING = "waiting"  # in the queue: never started, or preempted
+    RUNNING = "running"
+    PARKED = "parked"  # a beam whose next candidates are known, until its siblings' are too; may have lost its pages
+    FINISHED = "finished"
+
+
+class Sequence:
+    """Tokens, how many of them are computed, and the pages that hold them.
+
+    There is no prefill and no decode: `num_computed` catches up with the tokens known, and whenever it has, a token is
+    sampled.
+    """
+
+    __slots__ = (
+        "candidates",
+        "draws",
+        "group",
+        "index",
+        "key",
+        "num_computed",
+        "num_preemptions",
+        "phase",
+        "sampled",
+        "score",
+        "seed",
+        "seq_id",
+        "table",
+        "token_ids",
+        "wait",
+        "write_start",
+    )
+
+    def __init__(self, seq_id: int, group: Group, index: int, token_ids: array[int], seed: int) -> None:
+        self.seq_id = seq_id
+        self.group = group
+        self.index = index
+        self.token_ids = token_ids
+        self.seed = seed
+        self.key = (group.request.priority, group.arrival, index, seq_id)
+        self.phase = Phase.WAITING
+        self.table: PageTable | None = None
+        self.num_computed = 0
+        self.write_start = 0
+        self.num_preemptions = 0
+        self.wait: Wait | None = None
+        self.draws: tuple[Draw, ...] = ()
+        # of beams only: the answer so far, its summed log-probability, and the best tokens to come next
+        self.sampled: list[Sampled] = []
+        self.score = 0.0
+        self.candidates: abc.Sequence[tuple[int, float]] = ()
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens known but not yet computed."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.group.num_prompt_tokens
+
+
+class Hypothesis(NamedTuple):
+    """A finished beam: its score, already divided by length ** length_penalty, and its tokens."""
+
+    score: float
+    sampled: list[Sampled]
+    finish_reason: FinishReason
+
+
+class Group:
+    """One request and its sequences: one at first, `n` or up to `beam_width` once the prompt is computed."""
+
+    __slots__ = (
+        "arrival",
+        "hypotheses",
+        "live",
+        "max_tokens",
+        "num_cached_tokens",
+        "num_prompt_tokens",
+        "prompt_logprobs",
+        "request",
+        "stop_token_ids",
+    )
+
+    def __init__(self, request: Request, arrival: int, max_tokens: int, stop_token_ids: frozenset[int]) -> None:
+        self.request = request
+        self.arrival = arrival
+        self.max_tokens = max_tokens
+        self.stop_token_ids = stop_token_ids
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.num_cached_tokens: int | None = None  # None until the first admission
+        self.live: dict[int, Sequence] = {}  # by seq_id, unfinished
+        self.prompt_logprobs: list[Sampled] = []
+        self.hypotheses: list[Hypothesis] = []  # best first
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still to come, so that every position must be computed."""
+        wanted = self.request.params.prompt_logprobs is not None
+        return wanted and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
