@@ -139,6 +139,8 @@ class CacheManager:
     def reserve(self, table: PageTable, start: int, stop: int) -> bool:
         """Make positions start…stop writable: add pages up to `stop`, copy the page of `start` if it is shared."""
         pool, pages = self.pool, table.pages
+        if not table.tail_shared and stop <= len(pages) * self.block_size:
+            return True
         num_new = self.pages_for(stop) - len(pages)
         at = start // self.block_size
         copy = table.tail_shared and at < len(pages) and pool.refs(pages[at]) > 1

@@ -85,7 +85,7 @@ class Scheduler:
         """Queue a request, or raise InvalidRequest; one that could never be served raises RequestTooLarge at once."""
         if request.request_id in self._groups:
             raise InvalidRequest("request_id", f"{request.request_id!r} is in use")
-        max_tokens = self._check(request)
+        max_tokens = self.check(request)
         params = request.params
         self._num_arrived += 1
         seed = params.seed if params.seed is not None else _mix(self._seed, self._num_arrived)
@@ -292,35 +292,26 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, sampled: abc.Sequence[Sampled], outputs: list[Output]) -> None:
         """Append a sequence's new token; at the end of the prompt fork one sequence for each further choice."""
-        forks = [self._fork(sequence, index, sequence.draws[index].seed) for index in range(1, len(sampled))]
-        sequence.draws = sequence.draws[:1]
-        for choice, token in zip([sequence, *forks], sampled, strict=True):
+        choices = [sequence]
+        if len(sampled) > 1:
+            choices += [self._fork(sequence, index, sequence.draws[index].seed) for index in range(1, len(sampled))]
+            sequence.draws = sequence.draws[:1]
+        group = sequence.group
+        request_id, num_cached = group.request.request_id, group.num_cached_tokens or 0
+        for choice, token in zip(choices, sampled, strict=True):
             choice.token_ids.append(token.token_id)
-            reason = self._finish_reason(choice)
-            outputs.append(self._output(choice, (token,), reason))
+            generated = choice.num_generated
+            reason: FinishReason | None = None
+            if token.token_id in group.stop_token_ids and generated > group.request.params.min_tokens:
+                reason = "stop"
+            elif generated >= group.max_tokens:
+                reason = "length"
+            scores = group.prompt_logprobs if generated == 1 and choice.index == 0 and group.wants_scores else None
+            news = (token,)
+            outputs.append(Output(request_id, choice.index, news, reason, num_cached, choice.num_preemptions, scores))
             if reason is not None:
                 self._end(choice)
         self.stats.generation_tokens += len(sampled)
-
-    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
-        group, generated = sequence.group, sequence.num_generated
-        if sequence.token_ids[-1] in group.stop_token_ids and generated > group.request.params.min_tokens:
-            return "stop"
-        return "length" if generated >= group.max_tokens else None
-
-    def _output(self, sequence: Sequence, tokens: abc.Sequence[Sampled], reason: FinishReason | None) -> Output:
-        group = sequence.group
-        first = sequence.index == 0 and sequence.num_generated == len(tokens)
-        wanted = first and group.request.params.prompt_logprobs is not None
-        return Output(
-            group.request.request_id,
-            sequence.index,
-            tokens,
-            reason,
-            group.num_cached_tokens or 0,
-            sequence.num_preemptions,
-            group.prompt_logprobs if wanted else None,
-        )
 
     def _fork(self, parent: Sequence, index: int, seed: int) -> Sequence:
         """A sequence like `parent`, on the same pages if there is a place to run it, else waiting."""
@@ -365,12 +356,10 @@ class Scheduler:
                 self._unpark(successor)
 
     def _answer(self, group: Group, num_preemptions: int, outputs: list[Output]) -> None:
-        params, cached = group.request.params, group.num_cached_tokens or 0
-        for index, (score, sampled, reason) in enumerate(group.hypotheses[: params.n]):
-            scored = group.prompt_logprobs if params.prompt_logprobs is not None and index == 0 else None
-            outputs.append(
-                Output(group.request.request_id, index, sampled, reason, cached, num_preemptions, scored, score)
-            )
+        request, cached = group.request, group.num_cached_tokens or 0
+        for index, (score, sampled, reason) in enumerate(group.hypotheses[: request.params.n]):
+            scores = group.prompt_logprobs if index == 0 and group.wants_scores else None
+            outputs.append(Output(request.request_id, index, sampled, reason, cached, num_preemptions, scores, score))
             self.stats.generation_tokens += len(sampled)
 
     def _unpark(self, beam: Sequence) -> None:
@@ -398,7 +387,7 @@ class Scheduler:
         num_top = params.logprobs or 0 if num_top is None else num_top
         return Draw(params, seed & MAX_SEED, sequence.token_ids, sequence.group.num_prompt_tokens, num_top)
 
-    def _check(self, request: Request) -> int:
+    def check(self, request: Request) -> int:
         """The most tokens the request may generate. Raises InvalidRequest or RequestTooLarge."""
         params, ids = request.params, request.prompt_token_ids
         if not len(ids):

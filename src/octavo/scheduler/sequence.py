@@ -97,6 +97,7 @@ class Group:
         "prompt_logprobs",
         "request",
         "stop_token_ids",
+        "wants_scores",
     )
 
     def __init__(self, request: Request, arrival: int, max_tokens: int, stop_token_ids: frozenset[int]) -> None:
@@ -104,6 +105,7 @@ class Group:
         self.arrival = arrival
         self.max_tokens = max_tokens
         self.stop_token_ids = stop_token_ids
+        self.wants_scores = request.params.prompt_logprobs is not None
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_cached_tokens: int | None = None  # None until the first admission
         self.live: dict[int, Sequence] = {}  # by seq_id, unfinished
@@ -113,5 +115,4 @@ class Group:
     @property
     def scores_prompt(self) -> bool:
         """Whether log-probabilities of prompt tokens are still to come, so that every position must be computed."""
-        wanted = self.request.params.prompt_logprobs is not None
-        return wanted and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+        return self.wants_scores and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
