@@ -35,6 +35,10 @@ class EngineCore:
     def stats(self) -> tuple[SchedulerStats, CacheStats]:
         return self.scheduler.stats, self.cache.stats
 
+    def check(self, request: Request) -> None:
+        """Raise what `add` would raise about this request, apart from an id in use, and queue nothing."""
+        self.scheduler.check(request)
+
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequest, or RequestTooLarge if it could never be served."""
         self.scheduler.add(request)
