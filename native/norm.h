@@ -7,7 +7,7 @@ namespace octavo::OCTAVO_VARIANT {
 namespace {
 
 // out = x / sqrt(mean(x²) + eps) · weight, n floats; out may be x. The squares are summed in 4 × 16 chains, always.
-OCTAVO_INLINE void rms_norm(const float* x, const float* weight, size_t n, float eps, float* out) {
+OCTAVO_INLINE void rms_norm(const float* x, const float* weight, float eps, size_t n, float* out) {
   f32x16 squares[4] = {zero(), zero(), zero(), zero()};
   const size_t whole = n / LANES * LANES;
   size_t i = 0;
