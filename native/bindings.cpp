@@ -1,0 +1,252 @@
+// The only file that knows Python: checks shapes, hands raw pointers to the kernels, and lets other Python threads run
+// meanwhile. One Backend serves one thread at a time.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "dispatch.h"
+#include "linear.h"
+#include "memory.h"
+#include "packing.h"
+#include "parallel.h"
+
+namespace nb = nanobind;
+using namespace octavo;
+
+namespace {
+
+template <typename T, int N>
+using Array = nb::ndarray<const T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+
+void require(bool good, const char* message) {
+  if (!good) {
+    throw nb::value_error(message);
+  }
+}
+
+const Kernels* kernels_of(const std::string& variant) {
+  for (const Kernels* const* table = available_kernels(); *table; ++table) {
+    if (variant == (*table)->variant) {
+      return *table;
+    }
+  }
+  throw nb::value_error("this machine cannot run that variant");
+}
+
+struct Backend {
+  const Kernels* kernels;
+  Pool pool;
+  Arena arena;
+  Scratch scratch;
+
+  Backend(const std::string& variant, int num_threads) : kernels(kernels_of(variant)), pool(num_threads) {}
+};
+
+// Activations: float32 rows whose memory grows and never shrinks.
+struct Matrix {
+  size_t columns;
+  size_t rows = 0;
+  Scratch memory;
+  float* data = nullptr;
+
+  explicit Matrix(size_t columns) : columns(columns) {}
+
+  void resize(size_t count) {
+    data = static_cast<float*>(memory.reserve(count * columns * sizeof(float)));
+    rows = count;
+  }
+};
+
+struct Vector {
+  std::vector<float> values;
+
+  explicit Vector(Array<float, 1> source) : values(source.data(), source.data() + source.size()) {}
+};
+
+class PackedLinear {
+ public:
+  PackedLinear(Backend& backend, size_t inputs) : arena_(backend.arena) { linear_.inputs = inputs; }
+
+  void add_segment(size_t outputs, int bits, size_t group, bool minimum, bool wide) {
+    Format format{};
+    if (bits == 4 && group == 32) {
+      format = {Format::W4, minimum, wide};
+    } else if (bits == 8 && group == 32) {
+      format = {Format::W8, minimum, wide};
+    } else if (bits == 8 && group == 16) {
+      format = {Format::W8_GROUP16, minimum, wide};
+    } else if (bits == 16) {
+      format = {Format::BF16, false, false};
+    } else {
+      throw nb::value_error("weights have 4 bits in groups of 32, 8 bits in groups of 16 or 32, or 16 bits");
+    }
+    require(outputs > 0 && linear_.inputs > 0, "a matrix has at least one output and one input");
+    require(bits == 16 || linear_.inputs % group == 0, "the inputs are not a multiple of the group");
+    Segment segment = make_segment(arena_, format, outputs, linear_.inputs);
+    segment.column = linear_.outputs;
+    segments_.push_back(segment);
+    linear_.outputs += outputs;
+    linear_.num_blocks += segment.num_blocks;
+    linear_.num_segments = segments_.size();
+    linear_.segments = segments_.data();
+  }
+
+  void pack_quantized(size_t first, Array<uint8_t, 2> codes, Array<float, 2> scales,
+                      std::optional<Array<float, 2>> minimums) {
+    const Segment& segment = last(first, codes.shape(0), codes.shape(1));
+    const size_t group = segment.format.codes == Format::W8_GROUP16 ? 16 : GROUP;
+    require(segment.format.codes != Format::BF16, "the segment is not quantised");
+    require(scales.shape(0) == codes.shape(0) && scales.shape(1) == codes.shape(1) / group, "scales have a wrong shape");
+    require(minimums.has_value() == segment.format.minimum, "minimums are given for all rows or none");
+    require(!minimums || (minimums->shape(0) == scales.shape(0) && minimums->shape(1) == scales.shape(1)),
+            "minimums have a wrong shape");
+    octavo::pack_quantized(segment, first, codes.shape(0), codes.data(), scales.data(),
+                           minimums ? minimums->data() : nullptr);
+  }
+
+  void pack_float(size_t first, Array<float, 2> values) {
+    const Segment& segment = last(first, values.shape(0), values.shape(1));
+    require(segment.format.codes == Format::BF16, "the segment is quantised");
+    pack_bf16(segment, first, values.shape(0), values.data());
+  }
+
+  void set_bias(Array<float, 1> bias) {
+    require(bias.shape(0) == linear_.outputs, "the bias has a wrong length");
+    bias_.assign(linear_.outputs + BLOCK, 0.0f);
+    std::memcpy(bias_.data(), bias.data(), linear_.outputs * sizeof(float));
+    linear_.bias = bias_.data();
+  }
+
+  const Linear& linear() const { return linear_; }
+
+  bool halves() const { return segments_.size() == 2 && segments_[0].outputs == segments_[1].outputs; }
+
+ private:
+  const Segment& last(size_t first, size_t rows, size_t inputs) const {
+    require(!segments_.empty(), "there is no segment");
+    const Segment& segment = segments_.back();
+    require(inputs == segment.inputs && first + rows <= segment.outputs, "the rows do not fit the segment");
+    return segment;
+  }
+
+  Arena& arena_;
+  std::vector<Segment> segments_;
+  std::vector<float> bias_;
+  Linear linear_{};
+};
+
+bool all_below(const int32_t* ids, size_t count, size_t limit) {
+  for (size_t i = 0; i < count; ++i) {
+    if (ids[i] < 0 || static_cast<size_t>(ids[i]) >= limit) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void run_linear(Backend& backend, const LinearCall& call) {
+  if (call.rows == 0) {
+    return;
+  }
+  const LinearKernels& kernels = *backend.kernels->linear;
+  void* scratch = backend.scratch.reserve(kernels.scratch_bytes(*call.linear, call.rows, backend.pool.size()));
+  nb::gil_scoped_release release;
+  kernels.run(call, scratch, backend.pool);
+}
+
+void check_product(const Matrix& x, const Vector* norm, const PackedLinear& weight) {
+  require(x.columns == weight.linear().inputs, "the inputs and the matrix differ in width");
+  require(!norm || norm->values.size() == x.columns, "the norm's weight has a wrong length");
+}
+
+// out = product of x, normed where `norm` is given
+void linear(Backend& backend, const Matrix& x, const Vector* norm, float eps, const PackedLinear& weight, Matrix& out) {
+  check_product(x, norm, weight);
+  require(out.columns == weight.linear().outputs && out.data != x.data, "the output has a wrong width");
+  out.resize(x.rows);
+  run_linear(backend, {&weight.linear(), x.data, nullptr, x.rows, norm ? norm->values.data() : nullptr, eps,
+                       LinearCall::STORE, out.data});
+}
+
+void add_linear(Backend& backend, Matrix& x, const Matrix& inputs, const PackedLinear& weight) {
+  check_product(inputs, nullptr, weight);
+  require(x.columns == weight.linear().outputs && x.rows == inputs.rows, "the residual has a wrong shape");
+  run_linear(backend, {&weight.linear(), inputs.data, nullptr, x.rows, nullptr, 0.0f, LinearCall::ADD, x.data});
+}
+
+void gate_up(Backend& backend, const Matrix& x, const Vector& norm, float eps, const PackedLinear& weight, Matrix& out) {
+  check_product(x, &norm, weight);
+  require(weight.halves() && out.columns == weight.linear().outputs / 2, "gate and up are two matrices of one shape");
+  out.resize(x.rows);
+  run_linear(backend, {&weight.linear(), x.data, nullptr, x.rows, norm.values.data(), eps, LinearCall::GATE_UP, out.data});
+}
+
+void logits(Backend& backend, const Matrix& x, Array<int32_t, 1> rows, const Vector& norm, float eps,
+            const PackedLinear& weight, Matrix& out) {
+  check_product(x, &norm, weight);
+  require(out.columns == weight.linear().outputs, "the output has a wrong width");
+  require(all_below(rows.data(), rows.size(), x.rows), "a row is out of range");
+  out.resize(rows.size());
+  run_linear(backend, {&weight.linear(), x.data, rows.data(), rows.size(), norm.values.data(), eps, LinearCall::STORE,
+                       out.data});
+}
+
+void embed(Backend& backend, const PackedLinear& table, Array<int32_t, 1> ids, Matrix& out) {
+  require(all_below(ids.data(), ids.size(), table.linear().outputs), "a token id is outside the vocabulary");
+  require(out.columns == table.linear().inputs, "the output has a wrong width");
+  out.resize(ids.size());
+  nb::gil_scoped_release release;
+  backend.kernels->linear->embed(table.linear(), ids.data(), ids.size(), out.data, backend.pool);
+}
+
+}  // namespace
+
+NB_MODULE(OCTAVO_MODULE, module) {
+  module.def("available_cores", &available_cores);
+  module.def("variants", [] {
+    std::vector<std::string> names;
+    for (const Kernels* const* table = available_kernels(); *table; ++table) {
+      names.push_back((*table)->variant);
+    }
+    return names;
+  });
+  module.def("fit_f16", [](Array<float, 2> values) { return fit_f16(values.data(), values.size()); });
+
+  nb::class_<Backend>(module, "Backend")
+      .def(nb::init<const std::string&, int>(), nb::arg("variant"), nb::arg("num_threads"))
+      .def_prop_ro("variant", [](const Backend& self) { return self.kernels->variant; })
+      .def_prop_ro("num_threads", [](const Backend& self) { return self.pool.size(); });
+
+  nb::class_<Matrix>(module, "Matrix")
+      .def(nb::init<size_t>(), nb::arg("columns"))
+      .def("resize", &Matrix::resize)
+      .def_ro("rows", &Matrix::rows)
+      .def_ro("columns", &Matrix::columns)
+      .def("numpy", [](Matrix& self) {
+        return nb::ndarray<nb::numpy, float, nb::ndim<2>>(self.data, {self.rows, self.columns}, nb::find(&self));
+      });
+
+  nb::class_<Vector>(module, "Vector").def(nb::init<Array<float, 1>>());
+
+  nb::class_<PackedLinear>(module, "Linear")
+      .def(nb::init<Backend&, size_t>(), nb::keep_alive<1, 2>())
+      .def("add_segment", &PackedLinear::add_segment)
+      .def("pack_quantized", &PackedLinear::pack_quantized, nb::arg("first"), nb::arg("codes"), nb::arg("scales"),
+           nb::arg("minimums").none())
+      .def("pack_float", &PackedLinear::pack_float)
+      .def("set_bias", &PackedLinear::set_bias)
+      .def_prop_ro("inputs", [](const PackedLinear& self) { return self.linear().inputs; })
+      .def_prop_ro("outputs", [](const PackedLinear& self) { return self.linear().outputs; });
+
+  module.def("linear", &linear, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg());
+  module.def("add_linear", &add_linear);
+  module.def("gate_up", &gate_up);
+  module.def("logits", &logits);
+  module.def("embed", &embed);
+}
