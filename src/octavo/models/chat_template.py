@@ -1,8 +1,8 @@
 """Rendering a model's chat template, which is a program that came with a file: it gets a sandbox and a budget.
 
 The environment has what Transformers gives templates (`apply_chat_template` in utils/chat_template_utils.py): trimmed
-blocks, loop controls, `raise_exception`, `strftime_now`, a `tojson` that keeps non-ASCII, `{% generation %}`. Attributes
-of Python objects and changes to the messages are refused by Jinja's immutable sandbox; loops, recursion and growth are
+blocks, loop controls, `raise_exception`, `strftime_now`, a `tojson` that keeps non-ASCII, `{% generation %}`. Python's
+internals and changes to the messages are out of reach in Jinja's immutable sandbox; loops, recursion and growth are
 bounded by counting, so that the same template fails at the same place everywhere.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from datetime import datetime
 from functools import wraps
 from types import FrameType
@@ -61,14 +61,14 @@ class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _Generation], optimized=False)
-        self.filters = {name: _bounded(filter) for name, filter in self.filters.items()}
-        self.filters["tojson"] = _bounded(_to_json)
+        extensions = [LoopControlExtension, _Generation]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False)
+        self.filters = {name: _bounded(function) for name, function in {**self.filters, "tojson": _to_json}.items()}
         self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+        self.globals["strftime_now"] = _now
 
     @staticmethod
-    def concat(parts: Any) -> str:  # type: ignore[override]
+    def concat(parts: Iterable[str]) -> str:
         parts = list(parts)
         _check_size(sum(map(len, parts)))
         return "".join(parts)
@@ -115,11 +115,11 @@ def _check_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             _check_size(sum(len(part) for part in value if isinstance(part, str)))
 
 
-def _bounded(filter: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(filter)  # keeps the marks by which Jinja passes the context
+def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)  # keeps the marks by which Jinja passes the context
     def bounded(*args: Any, **kwargs: Any) -> Any:
         _check_arguments(args, kwargs)
-        return _checked(filter(*args, **kwargs))
+        return _checked(function(*args, **kwargs))
 
     return bounded
 
@@ -128,8 +128,14 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _to_json(value: Any, *options: Any, **named: Any) -> str:
+    """`json.dumps` with Transformers' order of options."""
+    names = ("ensure_ascii", "indent", "separators", "sort_keys")
+    return json.dumps(value, **{"ensure_ascii": False, **dict(zip(names, options, strict=False)), **named})
 
 
 class ChatTemplate:

@@ -20,7 +20,18 @@ from numpy.typing import NDArray
 from octavo.config import Architecture, ModelConfig
 from octavo.errors import ModelError
 from octavo.models.tokenizer import Tokenizer, from_gguf
-from octavo.models.weights import BF16, F16, F32, Bytes, Checkpoint, Format, MappedFile, Stored, positive_number, whole_number
+from octavo.models.weights import (
+    BF16,
+    F16,
+    F32,
+    Bytes,
+    Checkpoint,
+    Format,
+    MappedFile,
+    Stored,
+    positive_number,
+    whole_number,
+)
 from octavo.ops.api import Floats, Quantized
 
 # ── block formats ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -46,8 +57,8 @@ def _nibbles(packed: Bytes) -> Bytes:
 
 def _fifth_bits(packed: Bytes) -> Bytes:
     """Bit i of a block's four bytes belongs to input i: 0 or 16, [rows, blocks, 2, 16]."""
-    bits = np.unpackbits(packed, axis=2, bitorder="little")
-    return (bits << 4).reshape(*packed.shape[:2], 2, 16)
+    bits: Bytes = np.unpackbits(packed, axis=2, bitorder="little") << np.uint8(4)
+    return bits.reshape(*packed.shape[:2], 2, 16)
 
 
 def _q4_0(raw: Bytes) -> Quantized:
@@ -80,7 +91,7 @@ def _q8_0(raw: Bytes) -> Quantized:
 
 
 def _k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
-    """Scales and minimums of the eight groups of a Q4_K or Q5_K block: two float16 times six bits packed in bytes 4…15."""
+    """Scales and minimums of a Q4_K or Q5_K block's eight groups: two float16 times six bits packed in bytes 4…15."""
     low, mid, high = (blocks[:, :, at : at + 4] for at in (4, 8, 12))
     scale = np.concatenate([low & 63, (high & 15) | ((low >> 6) << 4)], axis=2)
     minimum = np.concatenate([mid & 63, (high >> 4) | ((mid >> 6) << 4)], axis=2)
@@ -101,8 +112,8 @@ def _q5_k(raw: Bytes) -> Quantized:
     scales, minimums = _k_scales(blocks)
     codes = _nibbles(np.ascontiguousarray(blocks[:, :, 48:]).reshape(len(raw), -1, 32))
     # bit g of byte i of the 32 high bytes belongs to input i of group g
-    high = (blocks[:, :, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
-    codes = codes.reshape(*high.shape) | (high << 4)
+    high: Bytes = (blocks[:, :, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1) << np.uint8(4)
+    codes = codes.reshape(high.shape) | high
     return Quantized(codes.reshape(len(raw), -1).view(np.int8), scales, minimums, 32, 8)
 
 
@@ -111,9 +122,9 @@ def _q6_k(raw: Bytes) -> Quantized:
     rows, count = blocks.shape[:2]
     # two halves of 128 inputs, each four runs of 32: low 4 bits from 64 bytes, high 2 bits from 32 bytes
     low = _nibbles(np.ascontiguousarray(blocks[:, :, :128]).reshape(rows, count * 2, 64))
-    high = np.ascontiguousarray(blocks[:, :, 128:192]).reshape(rows, count * 2, 1, 32)
-    high = (high >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & 3
-    codes = (low.reshape(high.shape) | (high << 4)).view(np.int8) - np.int8(32)
+    packed = np.ascontiguousarray(blocks[:, :, 128:192]).reshape(rows, count * 2, 1, 32)
+    high: Bytes = (packed >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3) << np.uint8(4)
+    codes = (low.reshape(high.shape) | high).view(np.int8) - np.int8(32)
     scales = np.ascontiguousarray(blocks[:, :, 192:208]).view(np.int8).astype(np.float32)
     scales *= _half(blocks, 208)[:, :, None]
     return Quantized(codes.reshape(rows, -1), scales.reshape(rows, -1), None, 16, 8)
@@ -133,9 +144,9 @@ FORMATS = {
     30: BF16,
 }
 _REFUSED = {
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL",
-    21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M",
-    34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
 }  # fmt: skip
 
 # ── the file ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -159,8 +170,7 @@ class GGUF:
             self._fail("is not a GGUF file")
         version = self._u32("the version")
         if version not in (2, 3):
-            swapped = version & 0xFFFF == 0 and version != 0
-            self._fail("is big-endian, which is not supported" if swapped else f"has GGUF version {version}, not 2 or 3")
+            self._fail(f"has GGUF version {version}, which is not supported (2 and 3 in little-endian order are)")
         num_tensors = self._count("tensors", 24)
         num_keys = self._count("metadata keys", 13)
         self.metadata: dict[str, Any] = {}
@@ -200,19 +210,17 @@ class GGUF:
         return tensors
 
     def _tensor(self, name: str, dims: list[int], kind: int, start: int) -> Stored:
-        if kind not in FORMATS:
-            known = ", ".join(format.name for format in FORMATS.values())
+        form = FORMATS.get(kind)
+        if form is None:
+            known = ", ".join(form.name for form in FORMATS.values())
             self._fail(f"tensor {name!r} has the type {_REFUSED.get(kind, kind)}, which is not supported ({known} are)")
-        format = FORMATS[kind]
-        while len(dims) > 2 and dims[-1] == 1:
-            dims = dims[:-1]
-        if len(dims) > 2 or min(dims) < 1 or dims[0] % format.block:
-            what = " × ".join(map(str, dims))
-            self._fail(f"tensor {name!r} has dimensions {what}; {format.name} needs one or two, in rows of {format.block}")
-        size = math.prod(dims) // format.block * format.block_bytes  # Python's integers: no overflow to exploit
+        if len(dims) > 2 or min(dims) < 1 or dims[0] % form.block:
+            shape = "×".join(map(str, reversed(dims)))
+            self._fail(f"tensor {name!r} is {shape}: {form.name} needs one or two dimensions, rows in {form.block}s")
+        size = math.prod(dims) // form.block * form.block_bytes  # Python's integers: no overflow to exploit
         if start + size > self._size:
             self._fail(f"tensor {name!r} ends at byte {start + size} but the file has {self._size}")
-        return Stored(self._file, name, tuple(reversed(dims)), format, start)
+        return Stored(self._file, name, tuple(reversed(dims)), form, start)
 
     # ── primitives: each checks what is left of the file before it reads ──
 
@@ -291,7 +299,8 @@ class GGUF:
 # ── a model in the file ──────────────────────────────────────────────────────────────────────────────────────────
 
 _TOP = {
-    "token_embd.weight": "embed", "output_norm.weight": "norm", "output.weight": "lm_head", "rope_freqs.weight": "rope_divisors",
+    "token_embd.weight": "embed", "output_norm.weight": "norm", "output.weight": "lm_head",
+    "rope_freqs.weight": "rope_divisors",
 }  # fmt: skip
 _LAYER = {
     "attn_norm": "attention_norm", "ffn_norm": "ffn_norm", "attn_q_norm": "q_norm", "attn_k_norm": "k_norm",
@@ -323,11 +332,11 @@ def open_file(path: Path) -> Checkpoint:
     config = read_config(file)
     tensors = {_canonical(name): stored for name, stored in file.tensors.items()}
     if config.architecture in ("llama", "mistral"):
-        q_order, k_order = (rotary_order(heads, config.head_dim) for heads in (config.num_heads, config.num_kv_heads))
+        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
         for name, stored in tensors.items():
-            if name.startswith("layers.") and (order := {"q_proj": q_order, "k_proj": k_order}.get(name.split(".")[2])) is not None:
-                if max(stored.dims[0], stored.num_rows) == len(order):  # any other size is refused by the checkpoint
-                    tensors[name] = stored.reordered(order)
+            num_heads = heads.get(name.removesuffix(".bias").rpartition(".")[2], 0)
+            if stored.dims[0] == num_heads * config.head_dim and config.head_dim % 2 == 0:  # else it will be refused
+                tensors[name] = stored.reordered(rotary_order(num_heads, config.head_dim))
     return Checkpoint(path, config, tensors, lambda: _tokenizer(file, config))
 
 

@@ -16,6 +16,8 @@ from octavo.ops.api import Floats, Ints, KVPool, Ops, StepInputs, Tensor, Weight
 
 
 class Layer(NamedTuple):
+    """One layer's tensors in the backend's own form."""
+
     attention_norm: Tensor
     qkv: Tensor
     q_norm: Tensor | None
@@ -36,13 +38,15 @@ class Decoder:
         def vector(name: str) -> Tensor | None:
             return ops.vector(checkpoint.vector(name)) if checkpoint.has(name) else None
 
+        def bias(name: str) -> Floats:
+            if checkpoint.has(f"{name}.bias"):
+                return checkpoint.vector(f"{name}.bias")
+            return np.zeros(checkpoint.weight(name).shape[0], np.float32)
+
         def linear(*names: str) -> Tensor:
             weights: list[Weight] = [checkpoint.weight(name) for name in names]
-            biases = [
-                checkpoint.vector(f"{name}.bias") if checkpoint.has(f"{name}.bias") else np.zeros(weight.shape[0], np.float32)
-                for name, weight in zip(names, weights, strict=True)
-            ]
-            return ops.linear(weights, np.concatenate(biases) if any(checkpoint.has(f"{name}.bias") for name in names) else None)
+            biased = any(checkpoint.has(f"{name}.bias") for name in names)
+            return ops.linear(weights, np.concatenate([bias(name) for name in names]) if biased else None)
 
         self.embedding = linear("embed")
         self.layers = [

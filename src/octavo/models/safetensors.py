@@ -1,8 +1,8 @@
 """Reading a Hugging Face folder: config.json, *.safetensors, and the tokenizer's files beside them.
 
-Our own reader of the header: numpy has no bfloat16, so the `safetensors` package could not hand the tensors over without
-copying them, and the format is a JSON table before raw bytes (github.com/huggingface/safetensors, README). Every offset is
-checked against the file's size, and an index may only name files of its own folder.
+Our own reader of the header: numpy has no bfloat16, so the `safetensors` package could not hand such tensors over, and
+the format is a JSON table before raw bytes (github.com/huggingface/safetensors, README). Every offset is checked
+against the file's size, and an index may only name files of its own folder.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ _TOP = {"model.embed_tokens.weight": "embed", "model.norm.weight": "norm", "lm_h
 _LAYER = {
     "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
     "self_attn.q_norm": "q_norm", "self_attn.k_norm": "k_norm",
-    "self_attn.q_proj": "q_proj", "self_attn.k_proj": "k_proj", "self_attn.v_proj": "v_proj", "self_attn.o_proj": "o_proj",
+    "self_attn.q_proj": "q_proj", "self_attn.k_proj": "k_proj", "self_attn.v_proj": "v_proj",
+    "self_attn.o_proj": "o_proj",
     "mlp.gate_proj": "gate_proj", "mlp.up_proj": "up_proj", "mlp.down_proj": "down_proj",
 }  # fmt: skip
 _LAYER_NAME = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.(.+)\.(weight|bias)")
@@ -76,7 +78,9 @@ def read_tensors(path: Path) -> dict[str, Stored]:
         if not whole:
             raise ModelError(path, f"tensor {name!r} has no dtype, shape and data_offsets of whole numbers")
         if not isinstance(kind, str) or kind not in _FORMATS:
-            raise ModelError(path, f"tensor {name!r} has the type {kind!r}, which is not supported (F32, F16, BF16 are)")
+            raise ModelError(
+                path, f"tensor {name!r} has the type {kind!r}, which is not supported (F32, F16, BF16 are)"
+            )
         if _COMPUTED.fullmatch(name):
             continue
         if not 1 <= len(dims) <= 2 or min(dims) < 1:
@@ -89,7 +93,7 @@ def read_tensors(path: Path) -> dict[str, Stored]:
         spans.append((start, stop, name))
         tensors[name] = Stored(file, name, tuple(dims), _FORMATS[kind], base + start)
     spans.sort()
-    for (_, end, _), (start, _, name) in zip(spans, spans[1:], strict=False):
+    for (_, end, _), (start, _, name) in pairwise(spans):
         if start < end:
             raise ModelError(path, f"tensor {name!r} begins at offset {start}, inside the tensor before it")
     return tensors

@@ -1,6 +1,6 @@
 """Text to token ids and back, as the model's own file says.
 
-Owns vocabularies, special tokens, the incremental detokeniser and chat rendering; the merging itself is the `tokenizers`
+Owns vocabularies, special tokens, the incremental detokenizer and chat rendering; the merging is the `tokenizers`
 library's. Text is rebuilt from the *bytes* of tokens and never by decoding them anew, so a stream of pieces joins to
 exactly the text of the whole, and half a character is held back until its rest arrives.
 """
@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from octavo.errors import InvalidRequest, ModelError
 from octavo.models.chat_template import ChatTemplate
 
 _log = logging.getLogger(__name__)
 
-END_OF_TURN = frozenset(
-    "<|im_end|> <|eot_id|> <|eom_id|> <|end|> <|endoftext|> <|end_of_text|> <end_of_turn> <|end_of_turn|> <EOT>".split()
-)
+END_OF_TURN = {
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<EOT>",
+}  # fmt: skip
 """Control tokens that end an answer even where the file names another as the end."""
 
 
@@ -228,7 +228,7 @@ def _conversation(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with its list of text parts, if it has one, joined to one text: what templates of text models expect."""
+    """The message with its text parts, if it has a list of them, joined to the one text that templates expect."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
@@ -256,17 +256,18 @@ _DEEPSEEK3 = (
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _PRE: dict[str, list[str]] = {
-    **dict.fromkeys(["gpt-2", "phi-2", "olmo", "mpt", "jais", "exaone4", "gigachat", "a.x-4.0", "trillion"], [_GPT2]),
-    **dict.fromkeys(["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"], [r"\p{N}", _GPT2]),
-    **dict.fromkeys(["llama3", "llama-v3", "llama-bpe", "falcon3", "smaug-bpe", "dbrx", "glm4", "chatglm-bpe"], [_LLAMA3]),
-    **dict.fromkeys(["qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "kormo", "hunyuan"], [_QWEN2]),
+    "gpt-2 phi-2 olmo mpt jais exaone4 gigachat a.x-4.0 trillion": [_GPT2],
+    "smollm starcoder refact command-r codeshell exaone minerva-7b": [r"\p{N}", _GPT2],
+    "llama3 llama-v3 llama-bpe falcon3 smaug-bpe dbrx glm4 chatglm-bpe": [_LLAMA3],
+    "qwen2 deepseek-r1-qwen stablelm2 megrez kormo hunyuan": [_QWEN2],
     "tekken": [_TEKKEN],
-    **dict.fromkeys(["gpt-4o", "llama4"], [_GPT4O]),
+    "gpt-4o llama4": [_GPT4O],
     "deepseek-coder": [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"],
     "deepseek-v3": [r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3],
     "falcon": [r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"],
     "default": [r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"],
 }
+_PRE = {name: patterns for names, patterns in _PRE.items() for name in names.split()}
 """What `tokenizer.ggml.pre` stands for: text is split by each expression in turn (llama.cpp, src/llama-vocab.cpp)."""
 _WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"}
 """A word that is itself a token is taken whole, whatever the merges say; and these models begin with BOS."""
@@ -306,18 +307,19 @@ def from_gguf(meta: Mapping[str, Any], path: Path) -> Tokenizer:
         scores = meta.get("tokenizer.ggml.scores")
         backend = _sentencepiece_backend(vocabulary, scores, types, token_id("unknown"), space_prefix, path)
         add_bos = True
-    control = [token for token, type in enumerate(types) if type == _CONTROL]
-    verbatim = [token for token, type in enumerate(types) if type in (_UNKNOWN, _CONTROL, _USER_DEFINED)]
+    control, user_defined, unknown = (
+        [token for token, sort in enumerate(types) if sort == wanted] for wanted in (_CONTROL, _USER_DEFINED, _UNKNOWN)
+    )
     backend.add_special_tokens([AddedToken(pieces[token], normalized=False) for token in control if pieces[token]])
-    added = [AddedToken(pieces[token], normalized=False) for token in verbatim if types[token] == _USER_DEFINED and pieces[token]]
-    backend.add_tokens(added)
-    templates = {"default": meta.get("tokenizer.chat_template"), "tool_use": meta.get("tokenizer.chat_template.tool_use")}
+    backend.add_tokens([AddedToken(pieces[token], normalized=False) for token in user_defined if pieces[token]])
+    keys = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
+    templates = {name: meta.get(key) for name, key in keys.items()}
     ends = [token_id("eos"), token_id("eot"), token_id("eom")]
     return Tokenizer(
         backend,
         pieces,
         control=control,
-        verbatim=verbatim,
+        verbatim=[*control, *user_defined, *unknown],
         byte_level=kind == "gpt2",
         space_prefix=space_prefix,
         bos_token_id=token_id("bos"),
@@ -343,7 +345,7 @@ def _byte_level_backend(vocabulary: dict[str, int], merges: Any, pre: Any, path:
         pre = "default"
     if pre not in _PRE:
         known = ", ".join(_PRE)
-        raise ModelError(path, f"has tokenizer.ggml.pre {pre!r}, whose splitting of words is not known (known are {known})")
+        raise ModelError(path, f"has tokenizer.ggml.pre {pre!r}, whose way to split words is not known (of {known})")
     splits = [merge.partition(" ") for merge in merges]
     backend = _bpe(path, vocabulary, [(left, right) for left, _, right in splits], ignore_merges=pre in _WHOLE_WORDS)
     if pre in _NFC:

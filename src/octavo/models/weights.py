@@ -1,10 +1,9 @@
 """Weights as a file stores them: memory-mapped, read row range by row range, and never held twice.
 
-Owns the float formats, the matrix over mapped bytes and the checkpoint, which knows every tensor under one set of names:
+Owns the float formats, the matrix over mapped bytes and the checkpoint, which knows its tensors under these names:
 
-    embed, norm, lm_head, rope_divisors,
-    layers.{i}.{attention_norm, q_proj, k_proj, v_proj, o_proj, q_norm, k_norm, ffn_norm, gate_proj, up_proj, down_proj},
-    and `….bias` beside a projection that has one.
+    embed, norm, lm_head, rope_divisors, and in each layer, as layers.{i}.…, attention_norm, q_proj, k_proj, v_proj,
+    q_norm, k_norm, o_proj, ffn_norm, gate_proj, up_proj, down_proj, with ….bias beside a projection that has one.
 
 Each reader maps its own file's names to these. Nothing here knows a file's layout, and nothing computes a model.
 """
@@ -84,7 +83,13 @@ class Stored:
     """
 
     def __init__(
-        self, file: MappedFile, name: str, dims: tuple[int, ...], format: Format, start: int, order: Any = None
+        self,
+        file: MappedFile,
+        name: str,
+        dims: tuple[int, ...],
+        format: Format,
+        start: int,
+        order: NDArray[np.int64] | None = None,
     ) -> None:
         self.file, self.name, self.dims, self.format, self.start, self.order = file, name, dims, format, start, order
         self.row_bytes = dims[-1] // format.block * format.block_bytes
@@ -164,16 +169,19 @@ class Checkpoint:
     ) -> None:
         self.path, self.config = path, config
         self._tensors, self._tokenizer = dict(tensors), tokenizer
-        expected = dict(_expected(config, self._tensors))
-        for name, dims in expected.items():
-            if name not in self._tensors:
+        if config.head_dim % 2 or config.num_heads % config.num_kv_heads:
+            heads = f"{config.num_heads} heads of size {config.head_dim} over {config.num_kv_heads} KV heads"
+            raise ModelError(path, f"has {heads}: sizes must be even, and KV heads serve equal numbers of heads")
+        extra = dict(self._tensors)
+        for name, dims in _expected(config, self._tensors):  # stops at the first that is absent: sizes may be lies
+            stored = extra.pop(name, None)
+            if stored is None:
                 raise ModelError(path, f"has no tensor for {name!r}")
-            stored = self._tensors[name]
             if stored.dims != dims:
                 got, want = ("×".join(map(str, shape)) for shape in (stored.dims, dims))
                 raise ModelError(path, f"tensor {stored.name!r} is {got} but the model's shape needs {want}")
-        if extra := sorted(self._tensors.keys() - expected.keys()):
-            what = f"tensor {self._tensors[extra[0]].name!r} has no place in a {config.architecture} model"
+        for stored in extra.values():
+            what = f"tensor {stored.name!r} has no place in a {config.architecture} model"
             raise ModelError(path, f"{what} ({len(extra)} such)")
 
     @property
