@@ -3,8 +3,9 @@
 It owns no policy and is written to be read, not to be fast. Matrix products are float32 in blocks of exactly
 `BLOCK_ROWS` rows (the last one padded), because BLAS picks its order of summation by the shape of the product;
 attention goes one row at a time, so that its shapes depend on the row's position alone. Sums of squares are taken in
-float64. So a row's bits depend on its inputs alone, as long as BLAS treats all rows of one block alike: OpenBLAS was
-seen to do so for 16 rows and not for 12, 24 or 32. The native kernels keep that rule by construction.
+float64. So a row's bits depend on its inputs alone, as long as BLAS treats all rows of one block alike. OpenBLAS does so
+for 16 rows of large matrices, but not for 12, 24 or 32 rows, nor for small matrices: each matrix is tried when it is
+loaded, and multiplied row by row if its block fails. The native kernels keep that rule by construction.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ BLOCK_ROWS = 16
 
 
 class Linear(NamedTuple):
-    """matrix: [num_outputs, num_inputs]; bias: [num_outputs]."""
+    """matrix: [num_outputs, num_inputs]; bias: [num_outputs]. in_blocks: whether BLAS treats the rows of a block alike."""
 
     matrix: Floats
     bias: Floats | None
+    in_blocks: bool
 
 
 class RopeTable(NamedTuple):
@@ -53,12 +55,23 @@ def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
 
 def project(x: Floats, weight: Linear) -> Floats:
     """x · matrixᵀ + bias, [len(x), num_outputs]."""
-    padded = np.zeros((-(-len(x) // BLOCK_ROWS) * BLOCK_ROWS, x.shape[1]), np.float32)
-    padded[: len(x)] = x
-    out = np.empty((len(padded), len(weight.matrix)), np.float32)
-    for row in range(0, len(padded), BLOCK_ROWS):
-        np.matmul(padded[row : row + BLOCK_ROWS], weight.matrix.T, out=out[row : row + BLOCK_ROWS])
+    out = np.empty((-(-len(x) // BLOCK_ROWS) * BLOCK_ROWS, len(weight.matrix)), np.float32)
+    if weight.in_blocks:
+        padded = np.zeros((len(out), x.shape[1]), np.float32)
+        padded[: len(x)] = x
+        for row in range(0, len(out), BLOCK_ROWS):
+            np.matmul(padded[row : row + BLOCK_ROWS], weight.matrix.T, out=out[row : row + BLOCK_ROWS])
+    else:
+        for row in range(len(x)):
+            np.matmul(weight.matrix, x[row], out=out[row])
     return out[: len(x)] if weight.bias is None else out[: len(x)] + weight.bias
+
+
+def rows_agree(matrix: Floats) -> bool:
+    """Whether equal rows of one block give equal bits."""
+    row = np.random.default_rng(0).standard_normal(matrix.shape[1], np.float32)
+    products = np.tile(row, (BLOCK_ROWS, 1)) @ matrix.T
+    return bool((products == products[0]).all())
 
 
 def kv_views(pool: KVPool, layer: int) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -85,7 +98,8 @@ class ReferenceOps:
     name = "reference"
 
     def linear(self, weights: list[Weight], bias: Floats | None = None) -> Linear:
-        return Linear(np.concatenate([w.float32(0, w.shape[0]) for w in weights]), bias)
+        matrix = np.concatenate([w.float32(0, w.shape[0]) for w in weights])
+        return Linear(matrix, bias, rows_agree(matrix))
 
     def vector(self, values: Floats) -> Floats:
         return np.array(values, np.float32)
