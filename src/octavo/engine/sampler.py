@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 _LARGEST = float(np.finfo(np.float32).max)
 _MASK64 = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd: the step of SplitMix64
-_HEADS = (4.0, 10.0, 104.0)  # in units of temperature below the best; exp(-104) is 0 in float32, so the last is all
+_HEADS = (3.0, 5.0, 7.0, 9.0, 12.0, 104.0)  # in units of temperature below the best; exp(-104) is 0 in float32, so the last is all
 
 Ids = NDArray[np.int64]
 
