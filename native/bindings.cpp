@@ -5,16 +5,20 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "attention.h"
 #include "dispatch.h"
 #include "linear.h"
 #include "memory.h"
 #include "packing.h"
+#include "pages.h"
 #include "parallel.h"
+#include "rope.h"
 
 namespace nb = nanobind;
 using namespace octavo;
@@ -91,10 +95,13 @@ class PackedLinear {
     Segment segment = make_segment(arena_, format, outputs, linear_.inputs);
     segment.column = linear_.outputs;
     segments_.push_back(segment);
-    linear_.outputs += outputs;
-    linear_.num_blocks += segment.num_blocks;
-    linear_.num_segments = segments_.size();
-    linear_.segments = segments_.data();
+    count();
+  }
+
+  void drop_segment() {
+    require(!segments_.empty(), "there is no segment");
+    segments_.pop_back();
+    count();
   }
 
   void pack_quantized(size_t first, Array<uint8_t, 2> codes, Array<float, 2> scales,
@@ -128,6 +135,16 @@ class PackedLinear {
   bool halves() const { return segments_.size() == 2 && segments_[0].outputs == segments_[1].outputs; }
 
  private:
+  void count() {
+    linear_.outputs = linear_.num_blocks = 0;
+    for (const Segment& segment : segments_) {
+      linear_.outputs += segment.outputs;
+      linear_.num_blocks += segment.num_blocks;
+    }
+    linear_.num_segments = segments_.size();
+    linear_.segments = segments_.data();
+  }
+
   const Segment& last(size_t first, size_t rows, size_t inputs) const {
     require(!segments_.empty(), "there is no segment");
     const Segment& segment = segments_.back();
@@ -205,6 +222,148 @@ void embed(Backend& backend, const PackedLinear& table, Array<int32_t, 1> ids, M
   backend.kernels->linear->embed(table.linear(), ids.data(), ids.size(), out.data, backend.pool);
 }
 
+// ── pages: rope_write, attention ──────────────────────────────────────────────────────────────────────────────────────
+
+// The page pool; its memory is mapped as it is first written.
+struct Pages {
+  size_t num_pages, page_bytes, num_layers, num_kv_heads, head_dim, block_size;
+  bool bf16;
+  Arena arena;
+  uint8_t* data;
+
+  Pages(size_t num_pages, size_t page_bytes, size_t num_layers, size_t num_kv_heads, size_t head_dim, size_t block_size,
+        bool bf16)
+      : num_pages(num_pages), page_bytes(page_bytes), num_layers(num_layers), num_kv_heads(num_kv_heads),
+        head_dim(head_dim), block_size(block_size), bf16(bf16) {
+    require(head_dim % 16 == 0 && head_dim > 0 && head_dim <= 256, "head_dim must be a multiple of 16, at most 256");
+    require(block_size == 4 || block_size == 8 || (block_size > 0 && block_size % 16 == 0),
+            "block_size must be 4, 8 or a multiple of 16");
+    require(num_kv_heads > 0 && page_bytes % 64 == 0 && page_bytes >= num_layers * layer_words() * sizeof(uint32_t),
+            "page_bytes is too small");
+    data = static_cast<uint8_t*>(arena.allocate(num_pages * page_bytes));
+  }
+
+  size_t head_words() const { return head_dim * block_size / (bf16 ? 2 : 1); }
+  size_t layer_words() const { return 2 * num_kv_heads * head_words(); }
+
+  LayerPages layer(size_t index) const {
+    require(index < num_layers, "the layer is out of range");
+    return {reinterpret_cast<uint32_t*>(data) + index * layer_words(), page_bytes / sizeof(uint32_t), head_words(),
+            num_kv_heads, head_dim, block_size, bf16};
+  }
+
+  void copy(size_t src, size_t dst) {
+    require(src < num_pages && dst < num_pages, "a page is out of range");
+    std::memmove(data + dst * page_bytes, data + src * page_bytes, page_bytes);
+  }
+};
+
+// The rows of a step, checked and copied once for all layers.
+class Step {
+ public:
+  Step(Array<int32_t, 1> positions, Array<int32_t, 1> row_start, Array<int32_t, 1> write_start,
+       Array<int32_t, 1> page_start, Array<int32_t, 1> pages)
+      : positions_(copy(positions)), row_start_(copy(row_start)), write_start_(copy(write_start)),
+        page_start_(copy(page_start)), pages_(copy(pages)) {
+    const size_t slices = write_start_.size();
+    require(row_start_.size() == slices + 1 && page_start_.size() == slices + 1, "the slices' arrays differ in length");
+    require(row_start_[0] == 0 && row_start_[slices] == static_cast<int32_t>(positions_.size()) &&
+                page_start_[0] == 0 && page_start_[slices] == static_cast<int32_t>(pages_.size()),
+            "the slices do not cover the rows or the pages");
+    for (size_t s = 0; s < slices; ++s) {
+      require(row_start_[s] < row_start_[s + 1] && page_start_[s] <= page_start_[s + 1], "a slice is empty");
+      const int32_t first = row_start_[s], last = row_start_[s + 1] - 1;
+      require(positions_[first] >= 0, "a position is negative");
+      for (int32_t row = first; row <= last; ++row) {
+        require(positions_[row] - positions_[first] == row - first, "the positions of a slice do not follow each other");
+      }
+      num_positions_ = std::max(num_positions_, static_cast<size_t>(positions_[last]) + 1);
+    }
+  }
+
+  // Checks that the pages exist and reach to the last position of each slice.
+  StepRows rows(const Pages& pages) const {
+    for (size_t s = 0; s < write_start_.size(); ++s) {
+      const size_t last = static_cast<size_t>(positions_[row_start_[s + 1] - 1]);
+      require(static_cast<size_t>(page_start_[s + 1] - page_start_[s]) > last / pages.block_size,
+              "a slice has too few pages");
+    }
+    require(all_below(pages_.data(), pages_.size(), pages.num_pages), "a page is out of range");
+    return {positions_.data(), row_start_.data(), write_start_.data(), page_start_.data(), pages_.data(),
+            write_start_.size()};
+  }
+
+  size_t num_rows() const { return positions_.size(); }
+  size_t num_positions() const { return num_positions_; }
+
+ private:
+  static std::vector<int32_t> copy(Array<int32_t, 1> source) { return {source.data(), source.data() + source.size()}; }
+
+  std::vector<int32_t> positions_, row_start_, write_start_, page_start_, pages_;
+  size_t num_positions_ = 0;
+};
+
+// Cosines and sines, [num_positions, head_dim / 2].
+struct RopeTable {
+  size_t num_positions, half;
+  std::vector<float> cos, sin;
+
+  RopeTable(Array<float, 2> cosines, Array<float, 2> sines)
+      : num_positions(cosines.shape(0)), half(cosines.shape(1)), cos(cosines.data(), cosines.data() + cosines.size()),
+        sin(sines.data(), sines.data() + sines.size()) {
+    require(sines.shape(0) == num_positions && sines.shape(1) == half, "cosines and sines differ in shape");
+  }
+};
+
+// Calls body(thread) on every thread of the pool.
+template <typename Body>
+void on_all_threads(Pool& pool, const Body& body) {
+  pool.run([](void* context, int thread) { (*static_cast<const Body*>(context))(thread); },
+           const_cast<Body*>(&body));
+}
+
+void check_qkv(const Matrix& qkv, size_t num_heads, const Pages& pages, const Step& step) {
+  require(num_heads > 0 && num_heads % pages.num_kv_heads == 0, "num_heads is not a multiple of num_kv_heads");
+  require(qkv.columns == (num_heads + 2 * pages.num_kv_heads) * pages.head_dim && qkv.rows == step.num_rows(),
+          "qkv has a wrong shape");
+}
+
+void rope_write(Backend& backend, Matrix& qkv, size_t layer, size_t num_heads, Pages& pages, const RopeTable& rope,
+                const Step& step, const Vector* q_norm, const Vector* k_norm, float eps) {
+  check_qkv(qkv, num_heads, pages, step);
+  require(rope.half * 2 == pages.head_dim && step.num_positions() <= rope.num_positions,
+          "a position lies beyond the rope table");
+  for (const Vector* norm : {q_norm, k_norm}) {
+    require(!norm || norm->values.size() == pages.head_dim, "a norm's weight has a wrong length");
+  }
+  const RopeWrite args = {qkv.data, num_heads, pages.layer(layer), step.rows(pages), rope.cos.data(), rope.sin.data(),
+                          q_norm ? q_norm->values.data() : nullptr, k_norm ? k_norm->values.data() : nullptr, eps};
+  nb::gil_scoped_release release;
+  on_all_threads(backend.pool, [&](int thread) {
+    const Share rows = share(step.num_rows(), thread, backend.pool.size());
+    backend.kernels->rope->rope_write(args, rows.begin, rows.end);
+  });
+}
+
+void attention(Backend& backend, const Matrix& qkv, size_t layer, size_t num_heads, const Pages& pages, const Step& step,
+               size_t window, Matrix& out) {
+  check_qkv(qkv, num_heads, pages, step);
+  require(out.columns == num_heads * pages.head_dim, "the output has a wrong width");
+  out.resize(step.num_rows());
+  Attention args = {qkv.data, out.data, num_heads, pages.layer(layer), step.rows(pages), window,
+                    static_cast<size_t>(backend.pool.size()), nullptr};
+  const AttentionKernels& kernels = *backend.kernels->attention;
+  args.scratch = static_cast<float*>(backend.scratch.reserve(kernels.scratch_floats(args) * sizeof(float)));
+  nb::gil_scoped_release release;
+  on_all_threads(backend.pool, [&](int thread) {
+    kernels.attend(args, static_cast<size_t>(thread));
+    backend.pool.barrier();
+    if (thread == 0) {
+      kernels.finish(args);
+    }
+  });
+}
+
 }  // namespace
 
 NB_MODULE(OCTAVO_MODULE, module) {
@@ -237,6 +396,7 @@ NB_MODULE(OCTAVO_MODULE, module) {
   nb::class_<PackedLinear>(module, "Linear")
       .def(nb::init<Backend&, size_t>(), nb::keep_alive<1, 2>())
       .def("add_segment", &PackedLinear::add_segment)
+      .def("drop_segment", &PackedLinear::drop_segment)
       .def("pack_quantized", &PackedLinear::pack_quantized, nb::arg("first"), nb::arg("codes"), nb::arg("scales"),
            nb::arg("minimums").none())
       .def("pack_float", &PackedLinear::pack_float)
@@ -249,4 +409,22 @@ NB_MODULE(OCTAVO_MODULE, module) {
   module.def("gate_up", &gate_up);
   module.def("logits", &logits);
   module.def("embed", &embed);
+
+  nb::class_<Pages>(module, "Pages")
+      .def(nb::init<size_t, size_t, size_t, size_t, size_t, size_t, bool>(), nb::arg("num_pages"), nb::arg("page_bytes"),
+           nb::arg("num_layers"), nb::arg("num_kv_heads"), nb::arg("head_dim"), nb::arg("block_size"), nb::arg("bf16"))
+      .def("copy", &Pages::copy)
+      .def("numpy", [](Pages& self) {
+        return nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>>(self.data, {self.num_pages, self.page_bytes}, nb::find(&self));
+      });
+
+  nb::class_<Step>(module, "Step")
+      .def(nb::init<Array<int32_t, 1>, Array<int32_t, 1>, Array<int32_t, 1>, Array<int32_t, 1>, Array<int32_t, 1>>(),
+           nb::arg("positions"), nb::arg("row_start"), nb::arg("write_start"), nb::arg("page_start"), nb::arg("pages"));
+
+  nb::class_<RopeTable>(module, "RopeTable").def(nb::init<Array<float, 2>, Array<float, 2>>());
+
+  module.def("rope_write", &rope_write, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+             nb::arg().none(), nb::arg().none(), nb::arg());
+  module.def("attention", &attention);
 }

@@ -1,6 +1,8 @@
 #include "dispatch.h"
 
+#include "attention.h"
 #include "linear.h"
+#include "rope.h"
 
 #if defined(__x86_64__) && !defined(OCTAVO_EMULATED)
 #include <cpuid.h>
@@ -11,7 +13,8 @@
 namespace octavo {
 namespace {
 
-#define TABLE(name) constexpr Kernels name##_table = {#name, &name::linear_kernels};
+#define TABLE(name) \
+  constexpr Kernels name##_table = {#name, &name::linear_kernels, &name::rope_kernels, &name::attention_kernels};
 OCTAVO_VARIANTS(TABLE)
 #undef TABLE
 
