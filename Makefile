@@ -13,7 +13,8 @@ INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-inp
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
 demo: $(VENV)/built ## generate for several prompts at once, and account for every page
-	@$(BIN)/python examples/demo.py
+	@$(BIN)/octavo pull smollm2-135m
+	@$(BIN)/python examples/demo.py smollm2-135m
 
 test: lint ## everything that a change must pass: lint, types, import contracts, tests
 	@$(BIN)/python -m pytest
@@ -31,7 +32,7 @@ format: $(VENV)/dev ## format the sources and mend what can be mended
 build: $(VENV)/built ## install the package, editable, with its native kernels
 
 clean: ## remove everything that make made
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist src/octavo/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## list the targets

@@ -75,7 +75,7 @@ again = cache.admit(tokens)
 check(cache)
 print(again.num_computed)
 """
-    assert run_python(code).strip() == "9"  # all but the last token, whose logits are needed
+    assert run_python(code).strip() == "8"  # the two whole pages
 
 
 def test_the_public_names_are_there_and_come_when_asked_for() -> None:

@@ -1,0 +1,384 @@
+"""The command line: turns options into an engine and prints what it says.
+
+Every engine and sampling option is a field of EngineConfig or SamplingParams, with its default and its check; this file
+adds only what a terminal needs. It never schedules, samples or touches a page.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext, suppress
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from octavo import __version__
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError, InvalidRequest, OctavoError
+from octavo.types import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.engine.llm import LLM, StreamEvent
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # whole option names at any width
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Serve language models from a paged KV cache.",
+)
+screen = Console(highlight=False, markup=False, soft_wrap=True)
+aside = Console(highlight=False, markup=False, soft_wrap=True, stderr=True)
+
+SAMPLING_HELP = {
+    "n": "answers to each prompt, from one stored prompt",
+    "temperature": "0 takes the likeliest token, 1 samples as the model predicts",
+    "top_p": "sample from the likeliest tokens that make up this probability",
+    "top_k": "sample from this many of the likeliest tokens; 0 for all",
+    "min_p": "drop tokens less likely than this share of the likeliest one",
+    "seed": "the same prompt and seed give the same text, whatever runs beside it",
+    "presence_penalty": "lower the score of tokens that are in the answer",
+    "frequency_penalty": "lower it for each time they are",
+    "repetition_penalty": "divide the score of tokens that are in the prompt or the answer",
+    "stop": "end before this text; may be given again",
+    "stop_token_ids": "end after this token; may be given again",
+    "include_stop_str_in_output": "keep the text that ended the answer",
+    "min_tokens": "shortest answer",
+    "max_tokens": "longest answer, as far as the context has room",
+    "ignore_eos": "go on after the model's end-of-text token",
+    "logprobs": "log-probabilities of each token and of this many others, for --json",
+    "prompt_logprobs": "the same for the prompt's tokens",
+    "logit_bias": "add to a token's score; may be given again",
+    "use_beam_search": "search with beams instead of sampling",
+    "beam_width": "beams that are kept",
+    "length_penalty": "above 0 favours long beams",
+}
+
+# ── options from dataclasses ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def takes(*, without: tuple[str, ...] = (), **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for each field of the EngineConfig and SamplingParams among its parameters.
+
+    The command receives the dataclasses, built and checked. A field that both have (`seed`) is one option for both.
+    `defaults` replaces the fields' own; those in `without` get no option.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        configs = {p.name: p.annotation for p in own if p.annotation in (EngineConfig, SamplingParams)}
+        parameters = {p.name: p for p in own if p.name not in configs}
+        taken = {
+            name: [field.name for field in fields(config) if field.name not in without]
+            for name, config in configs.items()
+        }
+        for name, config in configs.items():
+            for option in taken[name]:
+                parameters.setdefault(option, _option(config, option, defaults))
+
+        def run(**values: Any) -> None:
+            for name, config in configs.items():
+                values[name] = config(**{option: _from_option(option, values[option]) for option in taken[name]})
+            command(**{p.name: values[p.name] for p in own})
+
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__annotations__ = {name: p.annotation for name, p in parameters.items()}
+        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters.values()]
+        )
+        return run
+
+    return decorate
+
+
+def _option(config: type, name: str, defaults: dict[str, Any]) -> inspect.Parameter:
+    """A dataclass's field as a parameter that Typer understands."""
+    hint = get_type_hints(config)[name]
+    default = defaults.get(name, next(field.default for field in fields(config) if field.name == name))
+    flags = ["--" + name.replace("_", "-")]
+    settings: dict[str, Any] = {}
+    if name == "n":
+        flags = ["-n", "--n"]
+    elif name.endswith("_bytes"):
+        settings = {"parser": parse_bytes, "metavar": "SIZE"}
+    elif name in LISTS:
+        hint, default, settings = LISTS[name], [], {"show_default": False}
+    elif hint is bool and default:
+        flags = []  # Typer then makes a pair, --enable-… and --no-enable-…
+    if config is EngineConfig:
+        about, panel = _engine_help().get(name, ""), "Engine"
+    else:
+        about, panel = SAMPLING_HELP[name], "Sampling"
+    settings |= {"help": f"{about[:1].upper()}{about[1:]}.", "rich_help_panel": panel}
+    if name in METAVARS:
+        settings["metavar"] = METAVARS[name]
+    annotation = Annotated[hint, typer.Option(*flags, **settings)]  # type: ignore[valid-type]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+LISTS = {"stop": list[str], "stop_token_ids": list[int], "logit_bias": list[str]}
+METAVARS = {"stop": "TEXT", "stop_token_ids": "TOKEN", "logit_bias": "TOKEN=BIAS"}
+
+
+def _engine_help() -> dict[str, str]:
+    """The lines `name: text.` of EngineConfig's docstring."""
+    lines = re.findall(r"^(\w+): (.+)\.$", inspect.getdoc(EngineConfig) or "", re.MULTILINE)
+    return {name: text.replace("; None ", "; the default ") for name, text in lines}
+
+
+def _from_option(name: str, value: Any) -> Any:
+    if name != "logit_bias":
+        return value
+    bias = {}
+    for pair in value:
+        try:
+            token, _, number = pair.partition("=")
+            bias[int(token)] = float(number)
+        except ValueError:
+            raise InvalidRequest(name, f"must look like 42=-1.5, got {pair!r}") from None
+    return bias or None
+
+
+def parse_bytes(text: str) -> int:
+    """A size as people write it: 1048576, 512MB, 1.5 GiB; G alone means GiB."""
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?)(i?b)?\s*", str(text), re.IGNORECASE)
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a size: write bytes, or for example 512MiB or 2GB")
+    number, prefix, unit = match.groups()
+    base = 1000 if (unit or "").lower() == "b" else 1024
+    return int(float(number) * base ** " kmgt".index(prefix.lower() or " "))
+
+
+# ── commands ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="A name of the catalogue, a hub name, or the path of a .gguf file or folder."),
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        screen.print(f"octavo {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _octavo(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+@takes(temperature=0.0, max_tokens=128, seed=0)
+def generate(
+    model: Model,
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Texts to continue.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Take a prompt from each line of this file; - is stdin.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put each prompt to the model as a user's message.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list with one object for each prompt.")] = False,
+    *,
+    sampling: SamplingParams,
+    engine: EngineConfig,
+) -> None:
+    """Continue a prompt, or many at once.
+
+    Without PROMPT and --file, standard input is the prompt. A single answer is shown as it comes.
+    """
+    texts = _prompts(prompts or [], file)
+    conversations = [[{"role": "user", "content": text}] for text in texts]
+    with _load(model, engine) as llm:
+        if len(texts) == sampling.n == 1 and not as_json:
+            _, whole = _show(llm, llm.stream_chat(conversations, sampling) if chat else llm.stream(texts, sampling))
+            raise typer.Exit(0 if whole else 130)
+        progress = aside.is_terminal
+        if chat:
+            outputs = llm.chat(conversations, sampling, progress=progress)
+        else:
+            outputs = llm.generate(texts, sampling, progress=progress)
+    if as_json:
+        documents = [json.dumps(_plain(asdict(output)), ensure_ascii=False) for output in outputs]
+        sys.stdout.write("[\n" + ",\n".join(documents) + "\n]\n")
+        return
+    for text, output in zip(texts, outputs, strict=True):
+        screen.print(text, style="bold")
+        for choice in output.outputs:
+            screen.print(f"[{choice.index}] {choice.text}" if sampling.n > 1 else choice.text)
+        screen.print()
+
+
+ONE_ANSWER = ("n", "logprobs", "prompt_logprobs", "use_beam_search", "beam_width", "length_penalty")
+CHAT_HELP = "/reset begins anew, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
+
+
+@app.command()
+@takes(temperature=0.7, top_p=0.9, max_tokens=None, seed=0, without=ONE_ANSWER)
+def chat(
+    model: Model,
+    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    *,
+    sampling: SamplingParams,
+    engine: EngineConfig,
+) -> None:
+    """Talk with a model.
+
+    Each turn computes only what is new: the conversation so far is found in the cache. Ctrl-C stops an answer, Ctrl-D
+    leaves. Lines of a pipe are taken as turns.
+    """
+    start = [{"role": "system", "content": system}] if system is not None else []
+    messages = list(start)
+    with _load(model, engine) as llm:
+        if sys.stdin.isatty():
+            aside.print(CHAT_HELP, style="dim")
+        for line in _lines():
+            if line == "/quit":
+                break
+            if line == "/reset":
+                messages = list(start)
+            elif line.startswith("/"):
+                aside.print(CHAT_HELP, style="dim")
+            else:
+                turn = {"role": "user", "content": line}
+                try:
+                    answer, _ = _show(llm, llm.stream_chat([*messages, turn], sampling))
+                except InvalidRequest as error:
+                    aside.print(f"{error} (/reset begins anew)", style="red")
+                else:
+                    messages += [turn, {"role": "assistant", "content": answer}]
+
+
+@app.command()
+def pull(
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A catalogue name or a hub name.")] = None,
+) -> None:
+    """Fetch a model and print where it lies; without MODEL, list the catalogue."""
+    from octavo.models.catalog import MODELS
+
+    if model is not None:
+        screen.print(str(_fetch(model)))
+    else:
+        for name, entry in MODELS.items():
+            screen.print(f"{name}  {entry.description}")
+
+
+# ── what they are made of ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _fetch(model: str) -> Path:
+    """Where the model lies, fetched first if need be."""
+    from octavo.models.catalog import resolve
+
+    columns = [TextColumn("Fetching {task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
+    with Progress(*columns, console=aside, transient=True, disable=not aside.is_terminal) as bar:
+        task = bar.add_task(model, visible=False)
+        return resolve(model, progress=lambda done, total: bar.update(task, completed=done, total=total, visible=True))
+
+
+def _load(model: str, config: EngineConfig) -> LLM:
+    path = _fetch(model)
+    with aside.status(f"Loading {model}") if aside.is_terminal else nullcontext():
+        from octavo.engine.llm import LLM  # takes a moment: numpy, tokenizers, the native kernels
+
+        return LLM(path, **asdict(config))
+
+
+def _prompts(prompts: list[str], file: Path | None) -> list[str]:
+    """Those given, then those of the file's lines; with neither, all of standard input."""
+    if file is not None:
+        prompts = prompts + [line for line in _text(file).splitlines() if line.strip()]
+        if not prompts:
+            raise InvalidRequest("file", f"{file} has no line with a prompt")
+    elif not prompts:
+        if sys.stdin.isatty():
+            raise InvalidRequest("prompt", "give one as an argument, with --file, or on standard input")
+        prompts = [_text(Path("-")).rstrip("\n")]
+    return prompts
+
+
+def _text(file: Path) -> str:
+    try:
+        return (sys.stdin.buffer.read() if file == Path("-") else file.read_bytes()).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest("file", f"{file} cannot be read: {error}") from error
+
+
+def _lines() -> Iterator[str]:
+    """What is typed or piped in, line by line, without blank ones."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  (gives input() a history)
+    while True:
+        try:
+            line = input("› " if sys.stdin.isatty() else "").strip()
+        except KeyboardInterrupt:
+            screen.print()
+        except EOFError:
+            return
+        else:
+            if line:
+                yield line
+
+
+def _show(llm: LLM, events: Iterator[StreamEvent]) -> tuple[str, bool]:
+    """Print an answer as it comes. Returns its text, and whether it is whole: Ctrl-C ends it early."""
+    before, start, first_s = llm.stats(), time.monotonic(), 0.0
+    text, num_tokens, whole = "", 0, True
+    with closing(events):  # type: ignore[type-var]  # a generator
+        try:
+            for event in events:
+                first_s = first_s or time.monotonic() - start
+                num_tokens += len(event.token_ids)
+                text += event.text
+                sys.stdout.write(event.text)
+                sys.stdout.flush()
+        except KeyboardInterrupt:
+            whole = False
+    sys.stdout.write("\n" if whole else " …\n")
+    sys.stdout.flush()
+    if aside.is_terminal:
+        after = llm.stats()
+        hits, queried = (after[key] - before[key] for key in ("hit_tokens", "queried_tokens"))
+        rate = max(num_tokens - 1, 0) / max(time.monotonic() - start - first_s, 1e-9)
+        aside.print(
+            f"{num_tokens} tokens, {rate:.0f}/s, the first after {first_s:.2f} s; "
+            f"{hits} of the prompt's {queried} tokens were in the cache",
+            style="dim",
+        )
+    return text, whole
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can say of dicts, lists and named tuples."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value._asdict() if isinstance(value, tuple) and hasattr(value, "_asdict") else value
+
+
+def _as_option(error: OctavoError) -> str:
+    """The error's text, with an option's name as it is typed."""
+    name = getattr(error, "option", getattr(error, "field", ""))
+    known = {field.name for config in (EngineConfig, SamplingParams) for field in fields(config)} | {"file"}
+    return f"--{name.replace('_', '-')}{str(error).removeprefix(name)}" if name in known else str(error)
+
+
+def main() -> None:
+    """Run the command line. A wrong option or request leaves with status 2, any other failure with 1."""
+    try:
+        app()
+    except OctavoError as error:
+        aside.print(f"octavo: {_as_option(error)}", style="red")
+        sys.exit(2 if isinstance(error, (ConfigError, InvalidRequest)) else 1)
