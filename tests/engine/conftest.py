@@ -15,7 +15,7 @@ from octavo.models.llama import Decoder
 
 END, OTHER_END = "<|im_end|>", "<|endoftext|>"
 MERGES = ["t h", "th e", "Ġ the", "i n", "D E", "F G"]
-TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}a:"
 
 
 def byte_tokenizer(add_bos=False):
@@ -63,12 +63,13 @@ class TinyCheckpoint:
             shapes |= {
                 f"layers.{i}.{name}": shape
                 for name, shape in {
-                    "attention_norm": (32,), "ffn_norm": (32,), "q_proj": (32, 32), "k_proj": (16, 32), "v_proj": (16, 32),
-                    "o_proj": (32, 32), "gate_proj": (48, 32), "up_proj": (48, 32), "down_proj": (32, 48),
+                    "attention_norm": (32,), "ffn_norm": (32,), "q_proj": (32, 32), "k_proj": (16, 32),
+                    "v_proj": (16, 32), "o_proj": (32, 32), "gate_proj": (48, 32), "up_proj": (48, 32),
+                    "down_proj": (32, 48),
                 }.items()
             }  # fmt: skip
         self._tensors = {
-            name: (noise.standard_normal(shape) * (0.3 if len(shape) > 1 else 0.1) + (len(shape) == 1)).astype(np.float32)
+            name: np.float32(noise.standard_normal(shape) * 0.3 if len(shape) > 1 else noise.uniform(0.8, 1.2, shape))
             for name, shape in shapes.items()
         }
 
@@ -91,7 +92,6 @@ class Alphabet:
     def __init__(self, checkpoint, ops, max_model_len):
         self.vocab = checkpoint.config.vocab_size
         self.end = checkpoint.tokenizer().encode(END)[0]
-        self.pieces = dict(zip(checkpoint.tokenizer().encode("DEFG"), checkpoint.tokenizer().encode("FGH"), strict=False))
         self.de = checkpoint.tokenizer().encode("DE")[0]
 
     def forward(self, step, pool):
@@ -107,7 +107,7 @@ class Alphabet:
 
 @pytest.fixture
 def make_llm(monkeypatch):
-    """make_llm(checkpoint=None, decoder=Decoder, **options): an LLM that is closed, and so audited, after the test."""
+    """Makes an LLM from (checkpoint=None, decoder=Decoder, **options); it is closed, and so audited, after the test."""
     made = []
 
     def make(checkpoint=None, decoder=Decoder, **options):

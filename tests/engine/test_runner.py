@@ -91,9 +91,9 @@ def test_chunks_pages_and_company_change_nothing(length):
         for start in range(0, length, chunk):
             stop = min(length, start + chunk)
             company = [piece(other, 0, 5 + i, free[10 * i : 10 * i + 2]) for i, other in enumerate(others)]
-            chunked = setup.run(
-                company[0], piece(tokens, start, stop, pages, draws=int(stop == length)), *company[1:]
-            )[1]
+            chunked = setup.run(company[0], piece(tokens, start, stop, pages, draws=int(stop == length)), *company[1:])[
+                1
+            ]
         assert chunked == whole
 
 

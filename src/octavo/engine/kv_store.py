@@ -1,4 +1,4 @@
-"""Owns the memory of the page pool: how large it is, and the page operations on it. Never decides which page is whose."""
+"""Owns the memory of the page pool: its size, and the page operations on it. Never decides whose a page is."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
@@ -29,6 +29,7 @@ from octavo.engine.text import ChoiceText
 from octavo.errors import ConfigError, InvalidRequest, OctavoError
 from octavo.kv_format import KVFormat
 from octavo.models import ARCHITECTURES
+from octavo.models.catalog import resolve
 from octavo.models.tokenizer import Tokenizer
 from octavo.models.weights import Checkpoint, open_checkpoint
 from octavo.ops.api import Ops
@@ -89,7 +90,7 @@ class Completion:
 class RequestOutput:
     """A prompt and its `n` choices. `prompt` is None where tokens were given.
 
-    `prompt_logprobs`, when asked for, has an entry for each prompt token; the first one, which nothing precedes, is None.
+    `prompt_logprobs`, when asked for, has an entry for each prompt token; the first, which nothing precedes, is None.
     """
 
     request_id: str
@@ -131,12 +132,12 @@ class Engine(NamedTuple):
 
 
 def assemble(checkpoint: Checkpoint, config: EngineConfig, *, audit: bool = False) -> Engine:
-    """Build an engine for a model. Raises ModelError or ConfigError. With `audit`, pages are checked after every step."""
+    """Build an engine for a model; with `audit`, pages are checked after every step. Raises ModelError, ConfigError."""
     model, tokenizer = checkpoint.config, checkpoint.tokenizer()
     dtype = "bf16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    format = KVFormat(dtype, model.num_layers, model.num_kv_heads, model.head_dim, config.block_size)
+    kv_format = KVFormat(dtype, model.num_layers, model.num_kv_heads, model.head_dim, config.block_size)
     available = available_memory() - checkpoint.stored_bytes
-    num_pages, max_model_len = pool_size(config, format, model.context_length, available)
+    num_pages, max_model_len = pool_size(config, kv_format, model.context_length, available)
     ops = _backend(config)
     decoder = ARCHITECTURES[model.architecture](checkpoint, ops, max_model_len)
     eos_token_ids = frozenset(tokenizer.eos_token_ids)
@@ -145,8 +146,10 @@ def assemble(checkpoint: Checkpoint, config: EngineConfig, *, audit: bool = Fals
     scheduler = Scheduler(
         config, cache, max_model_len=max_model_len, vocab_size=model.vocab_size, eos_token_ids=eos_token_ids
     )
-    runner = ModelRunner(decoder, KVStore(ops, format, num_pages), sampler)
-    return Engine(EngineCore(scheduler, runner, audit=audit), tokenizer, sampler, config, model, format, max_model_len)
+    runner = ModelRunner(decoder, KVStore(ops, kv_format, num_pages), sampler)
+    return Engine(
+        EngineCore(scheduler, runner, audit=audit), tokenizer, sampler, config, model, kv_format, max_model_len
+    )
 
 
 def _backend(config: EngineConfig) -> Ops:
@@ -178,13 +181,11 @@ class LLM:
 
     `model` is a name of the catalogue, a hub name or a path; the keywords are the fields of EngineConfig.
 
-    Not thread-safe. Streams may be open side by side and `generate` called while they are: all requests share the steps.
-    Ctrl-C takes effect between two steps; it aborts the requests of the call it interrupts, and the engine stays usable.
+    Not thread-safe. Streams may be open side by side and `generate` called while they are: requests share the steps.
+    Ctrl-C takes effect between two steps; it aborts the requests of the call it interrupts and leaves the engine clean.
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
-        from octavo.models.catalog import resolve  # brings in what downloads
-
         config = engine_config(options)
         self._start(assemble(open_checkpoint(resolve(str(model))), config))
 
@@ -245,7 +246,7 @@ class LLM:
         *,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of {"role", "content"}) or a list of them, through the model's chat template."""
+        """Answer a conversation (a list of {"role", "content"}), or a list of them, through the model's template."""
         return self._finish(self._batch(self._conversations(messages), params), progress)
 
     def stream_chat(
@@ -259,7 +260,7 @@ class LLM:
     def stats(self) -> dict[str, int]:
         """Counts since the start, and the pool as it is now."""
         scheduler, cache = self._core.stats
-        pool, format = self._core.cache.pool, self._engine.format
+        pool, pages = self._core.cache.pool, self._engine.format
         return {
             **asdict(scheduler),
             **asdict(cache),
@@ -269,13 +270,13 @@ class LLM:
             "pages_referenced": pool.num_referenced,
             "pages_cached": pool.num_cached,
             "pages_free": pool.num_free,
-            "page_bytes": format.page_bytes,
-            "token_bytes": format.token_bytes,
+            "page_bytes": pages.page_bytes,
+            "token_bytes": pages.token_bytes,
             "num_broken_rows": self._engine.sampler.num_broken_rows,
         }
 
     def close(self) -> None:
-        """Abort what is running and audit the pool. Raises AuditError if a page is still held. A second call does nothing."""
+        """Abort what is running and audit the pool; once. Raises AuditError if a page is still held."""
         if not self._closed:
             self._closed = True
             self._live.clear()
@@ -295,16 +296,14 @@ class LLM:
         one = all(isinstance(message, Mapping) for message in messages) and len(messages) > 0
         return [self.tokenizer.encode_chat(conversation) for conversation in ([messages] if one else messages)]
 
-    def _batch(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> _Batch:
+    def _batch(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> _Batch:
         """The requests of one call, every one of them checked."""
         if self._closed:
             raise OctavoError("the engine is closed")
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
-            raise InvalidRequest("params", f"there are {len(params)} for {len(prompts)} prompts: give one, or one for each")
+            raise InvalidRequest("params", f"there are {len(params)} for {len(prompts)} prompts: give one or as many")
         batch = _Batch(self.tokenizer)
         for i, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
             try:
@@ -338,7 +337,7 @@ class LLM:
                     show()
         return [live.output for live in batch.live]
 
-    def _run(self, batch: _Batch) -> Iterator[StreamEvent]:
+    def _run(self, batch: _Batch) -> Generator[StreamEvent, None, None]:
         """Queue the batch, step until it is done, and abort what is left if that is cut short."""
         try:
             with _uninterrupted():
@@ -350,7 +349,7 @@ class LLM:
                 with _uninterrupted():
                     self._step()
                 if batch.num_open and not self._core.has_work:
-                    raise OctavoError("the request was dropped: the engine was closed, or a step of another call failed")
+                    raise OctavoError("requests were dropped: the engine was closed, or another call's step failed")
                 while batch.events:
                     yield batch.events.popleft()
         finally:
@@ -462,7 +461,7 @@ def _listed(prompts: Any) -> list[Prompt]:
     if not isinstance(prompts, (list, tuple, array)):
         raise InvalidRequest("prompt", f"must be a text or a list, got {type(prompts).__name__}")
     if len(prompts) and not isinstance(prompts[0], (str, list, tuple, array)):
-        return [prompts]  # type: ignore[list-item]  # checked token by token
+        return [prompts]
     return list(prompts)
 
 

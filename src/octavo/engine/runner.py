@@ -83,7 +83,7 @@ def step_inputs(slices: Sequence[Slice]) -> StepInputs:
 
 def wanted_rows(slices: Sequence[Slice], row_start: Ints) -> Ints:
     """The rows whose logits are read: for each slice those that score a target, then the last one if it draws."""
-    rows = []
+    rows: list[int] = []
     for piece, first, end in zip(slices, row_start[:-1].tolist(), row_start[1:].tolist(), strict=True):
         if piece.num_prompt_logprobs is not None:
             rows.extend(range(first, first + len(piece.targets)))

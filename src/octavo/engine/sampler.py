@@ -29,7 +29,9 @@ _log = logging.getLogger(__name__)
 _LARGEST = float(np.finfo(np.float32).max)
 _MASK64 = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd: the step of SplitMix64
-_HEADS = (3.0, 5.0, 7.0, 9.0, 12.0, 104.0)  # in units of temperature below the best; exp(-104) is 0 in float32, so the last is all
+_HEADS = (3.0, 5.0, 7.0, 9.0, 12.0, 104.0)
+"""How far below the best logit heads of the vocabulary reach, in units of temperature. The last one is everything that
+can be drawn: exp(-104) is 0 in float32."""
 
 Ids = NDArray[np.int64]
 
@@ -83,7 +85,7 @@ class Sampler:
         return self._score(logits, token_id, best, num_top)
 
     def _finite(self, logits: Floats) -> tuple[Floats, int]:
-        """The row without NaN or +inf, and its best token. The maximum of a row shows both, so a sound row is not copied."""
+        """The row without NaN or +inf, and its best token. The maximum shows both, so a sound row is not copied."""
         best = int(logits.argmax())
         if math.isfinite(logits[best]):
             return logits, best

@@ -68,7 +68,7 @@ class ChoiceText:
         self._num_tokens = 0
 
     def push(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> TextNews:
-        """Take tokens in. With reason "stop" the last one is a stop token and, unless stops are included, has no text."""
+        """Take tokens in. With reason "stop" the last one is a stop token: no text, unless stops are included."""
         shown = ""
         for position, token in enumerate(token_ids, 1):
             self._num_tokens += 1

@@ -3,7 +3,7 @@
 It owns no policy and is written to be read, not to be fast. Matrix products are float32 in blocks of exactly
 `BLOCK_ROWS` rows (the last one padded), because BLAS picks its order of summation by the shape of the product;
 attention goes one row at a time, so that its shapes depend on the row's position alone. Sums of squares are taken in
-float64. So a row's bits depend on its inputs alone, as long as BLAS treats all rows of one block alike. OpenBLAS does so
+float64. So a row's bits depend on its inputs alone, as long as BLAS treats all rows of one block alike. OpenBLAS does
 for 16 rows of large matrices, but not for 12, 24 or 32 rows, nor for small matrices: each matrix is tried when it is
 loaded, and multiplied row by row if its block fails. The native kernels keep that rule by construction.
 """
@@ -22,7 +22,7 @@ BLOCK_ROWS = 16
 
 
 class Linear(NamedTuple):
-    """matrix: [num_outputs, num_inputs]; bias: [num_outputs]. in_blocks: whether BLAS treats the rows of a block alike."""
+    """matrix: [num_outputs, num_inputs]; bias: [num_outputs]. in_blocks: whether BLAS treats a block's rows alike."""
 
     matrix: Floats
     bias: Floats | None
