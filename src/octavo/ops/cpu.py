@@ -1,0 +1,188 @@
+"""The native backend: a thin binding of the op set to the kernels of `native/`.
+
+It owns the choice of instruction set and of threads, the order in which weights are packed, and the memory that
+activations live in. It never computes: what the numbers are is said in native/linear.h and its neighbours.
+
+The environment variable OCTAVO_ISA (generic, avx2, avx512, amx) forces a variant; all give the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+from octavo import _native
+from octavo.errors import ConfigError
+from octavo.kv_format import KVFormat
+from octavo.ops.api import Floats, Ints, KVPool, StepInputs, Weight
+
+PACKED_AT_ONCE = 1 << 22  # weights decoded before they are packed: bounds the memory that loading takes
+MAX_THREADS = 1024
+
+
+def choose_variant(name: str | None) -> str:
+    """The fastest variant that this machine runs, or the one named. Raises ConfigError if it cannot run that one."""
+    available: list[str] = _native.variants()
+    if not name:
+        return available[-1]
+    if name not in available:
+        raise ConfigError("OCTAVO_ISA", f"this machine runs {', '.join(available)}, not {name!r}")
+    return name
+
+
+def choose_threads(num_threads: int | None) -> int:
+    """The number given, or one for each core this process may use. Raises ConfigError."""
+    if num_threads is None:
+        return min(_native.available_cores(), MAX_THREADS)
+    if not 1 <= num_threads <= MAX_THREADS:
+        raise ConfigError("num_threads", f"must be from 1 to {MAX_THREADS}, got {num_threads}")
+    return num_threads
+
+
+class CpuOps:
+    """See `api.Ops`. Activations are `_native.Matrix`, projections `_native.Linear`; one thread at a time may call."""
+
+    name = "cpu"
+
+    def __init__(self, num_threads: int | None = None, variant: str | None = None) -> None:
+        chosen = choose_variant(variant or os.environ.get("OCTAVO_ISA"))
+        self.backend = _native.Backend(chosen, choose_threads(num_threads))
+        self._outputs: dict[tuple[str, int], _native.Matrix] = {}
+        self._step: tuple[StepInputs, _native.Step] | None = None
+
+    def _output(self, method: str, columns: int) -> _native.Matrix:
+        """The memory that a method's results of this width always use."""
+        matrix = self._outputs.get((method, columns))
+        if matrix is None:
+            matrix = self._outputs[method, columns] = _native.Matrix(columns)
+        return matrix
+
+    def _native_step(self, step: StepInputs) -> _native.Step:
+        """The step checked and copied, once for all layers."""
+        if self._step is None or self._step[0] is not step:
+            arrays = (step.positions, step.row_start, step.write_start, step.page_start, step.pages)
+            self._step = step, _native.Step(*arrays)
+        return self._step[1]
+
+    # ── at load ──
+
+    def linear(self, weights: list[Weight], bias: Floats | None = None) -> _native.Linear:
+        packed = _native.Linear(self.backend, weights[0].shape[1])
+        for weight in weights:
+            _pack(packed, weight)
+        if bias is not None:
+            packed.set_bias(np.ascontiguousarray(bias, np.float32))
+        return packed
+
+    def vector(self, values: Floats) -> _native.Vector:
+        return _native.Vector(np.ascontiguousarray(values, np.float32))
+
+    def rope_table(self, inverse_frequencies: Floats, num_positions: int) -> _native.RopeTable:
+        angles = np.outer(np.arange(num_positions), inverse_frequencies.astype(np.float64))
+        return _native.RopeTable(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
+
+    def allocate_pages(self, format: KVFormat, num_pages: int) -> KVPool:
+        """Raises ConfigError for a head_dim that the kernels lack."""
+        if format.head_dim % 16 or format.head_dim > 256:
+            raise ConfigError(
+                "backend",
+                f"the cpu kernels need a head_dim that is a multiple of 16, at most 256; "
+                f"this model's is {format.head_dim}: use backend='reference'",
+            )
+        shape = (format.num_layers, format.num_kv_heads, format.head_dim, format.block_size)
+        return KVPool(format, _native.Pages(num_pages, format.page_bytes, *shape, format.dtype == "bf16"))
+
+    # ── between forward passes ──
+
+    def copy_page(self, pool: KVPool, src: int, dst: int) -> None:
+        pool.data.copy(src, dst)
+
+    # ── the forward pass ──
+
+    def embed(self, table: _native.Linear, step: StepInputs) -> _native.Matrix:
+        x = self._output("embed", table.inputs)
+        _native.embed(self.backend, table, step.token_ids, x)
+        return x
+
+    def norm_linear(
+        self, x: _native.Matrix, norm: _native.Vector, eps: float, weight: _native.Linear
+    ) -> _native.Matrix:
+        out = self._output("norm_linear", weight.outputs)
+        _native.linear(self.backend, x, norm, eps, weight, out)
+        return out
+
+    def rope_write(
+        self,
+        qkv: _native.Matrix,
+        layer: int,
+        num_heads: int,
+        pool: KVPool,
+        rope: _native.RopeTable,
+        step: StepInputs,
+        q_norm: _native.Vector | None = None,
+        k_norm: _native.Vector | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        rows = self._native_step(step)
+        _native.rope_write(self.backend, qkv, layer, num_heads, pool.data, rope, rows, q_norm, k_norm, eps)
+
+    def attention(
+        self,
+        qkv: _native.Matrix,
+        layer: int,
+        num_heads: int,
+        pool: KVPool,
+        step: StepInputs,
+        window: int | None = None,
+    ) -> _native.Matrix:
+        out = self._output("attention", num_heads * pool.format.head_dim)
+        _native.attention(self.backend, qkv, layer, num_heads, pool.data, self._native_step(step), window or 0, out)
+        return out
+
+    def add_linear(self, x: _native.Matrix, inputs: _native.Matrix, weight: _native.Linear) -> None:
+        _native.add_linear(self.backend, x, inputs, weight)
+
+    def norm_gate_up(
+        self, x: _native.Matrix, norm: _native.Vector, eps: float, weight: _native.Linear
+    ) -> _native.Matrix:
+        out = self._output("norm_gate_up", weight.outputs // 2)
+        _native.gate_up(self.backend, x, norm, eps, weight, out)
+        return out
+
+    def logits(
+        self, x: _native.Matrix, rows: Ints, norm: _native.Vector, eps: float, weight: _native.Linear
+    ) -> Floats:
+        out = self._output("logits", weight.outputs)
+        _native.logits(self.backend, x, rows, norm, eps, weight, out)
+        logits: Floats = out.numpy()
+        return logits
+
+
+def _pack(packed: _native.Linear, weight: Weight) -> None:
+    """Append a matrix, a few million weights at a time."""
+    num_outputs, num_inputs = weight.shape
+    rows = max(PACKED_AT_ONCE // num_inputs // 16 * 16, 16)
+    chunks = [(start, min(start + rows, num_outputs)) for start in range(0, num_outputs, rows)]
+    if weight.bits > 8:
+        packed.add_segment(num_outputs, 16, 0, False, False)
+        for start, stop in chunks:
+            packed.pack_float(start, np.ascontiguousarray(weight.float32(start, stop)))
+    elif not _pack_quantized(packed, weight, chunks, wide=False):
+        packed.drop_segment()
+        _pack_quantized(packed, weight, chunks, wide=True)
+
+
+def _pack_quantized(
+    packed: _native.Linear, weight: Weight, chunks: list[tuple[int, int]], wide: bool
+) -> bool:
+    """Append a matrix with scales in f16 or, where `wide`, in float32. False where f16 does not hold every scale."""
+    for start, stop in chunks:
+        codes, scales, minimums, group, bits = weight.quantized(start, stop)
+        fits = wide or (_native.fit_f16(scales) and (minimums is None or _native.fit_f16(minimums)))
+        if start == 0:
+            packed.add_segment(weight.shape[0], bits, group, minimums is not None, wide)
+        if not fits:
+            return False
+        packed.pack_quantized(start, np.ascontiguousarray(codes).view(np.uint8), scales, minimums)
+    return True
