@@ -110,10 +110,10 @@ def _q4_k(raw: Bytes) -> Quantized:
 def _q5_k(raw: Bytes) -> Quantized:
     blocks = _blocks(raw, 176)
     scales, minimums = _k_scales(blocks)
-    codes = _nibbles(np.ascontiguousarray(blocks[:, :, 48:]).reshape(len(raw), -1, 32))
+    low = _nibbles(np.ascontiguousarray(blocks[:, :, 48:]).reshape(len(raw), -1, 32))
     # bit g of byte i of the 32 high bytes belongs to input i of group g
-    high: Bytes = (blocks[:, :, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1) << np.uint8(4)
-    codes = codes.reshape(high.shape) | high
+    high: Bytes = (blocks[:, :, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)) << np.uint8(4)
+    codes = low.reshape(high.shape) | high
     return Quantized(codes.reshape(len(raw), -1).view(np.int8), scales, minimums, 32, 8)
 
 
@@ -123,7 +123,7 @@ def _q6_k(raw: Bytes) -> Quantized:
     # two halves of 128 inputs, each four runs of 32: low 4 bits from 64 bytes, high 2 bits from 32 bytes
     low = _nibbles(np.ascontiguousarray(blocks[:, :, :128]).reshape(rows, count * 2, 64))
     packed = np.ascontiguousarray(blocks[:, :, 128:192]).reshape(rows, count * 2, 1, 32)
-    high: Bytes = (packed >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3) << np.uint8(4)
+    high: Bytes = (packed >> np.array([0, 2, 4, 6], np.uint8)[:, None] & np.uint8(3)) << np.uint8(4)
     codes = (low.reshape(high.shape) | high).view(np.int8) - np.int8(32)
     scales = np.ascontiguousarray(blocks[:, :, 192:208]).view(np.int8).astype(np.float32)
     scales *= _half(blocks, 208)[:, :, None]

@@ -116,7 +116,7 @@ class Stored:
         """Rows start…stop without loss."""
         if self.bits > 8:
             raise TypeError(f"tensor {self.name!r} is stored as {self.format.name}, which has no codes")
-        with np.errstate(invalid="ignore"):  # a NaN's conversion is reported below, by name
+        with np.errstate(all="ignore"):  # numbers that are not finite are reported below, by name
             decoded: Quantized = self.format.decode(self._rows(start, stop))
         self._released(start, stop)
         self._check(decoded.scales)
@@ -128,13 +128,14 @@ class Stored:
         """Rows start…stop as float32, the exact values that the file's format defines."""
         if self.bits <= 8:
             return dequantize(self.quantized(start, stop))
-        values: Floats = np.array(self.format.decode(self._rows(start, stop)), np.float32)
+        with np.errstate(all="ignore"):
+            values: Floats = np.array(self.format.decode(self._rows(start, stop)), np.float32)
         self._released(start, stop)
         self._check(values)
         return values
 
     def _rows(self, start: int, stop: int) -> Bytes:
-        if not 0 <= start <= stop <= self.num_rows:
+        if not 0 <= start < stop <= self.num_rows:
             raise IndexError(f"rows {start}…{stop} of {self.num_rows} in tensor {self.name!r}")
         rows = self.file.bytes[self.start : self.start + self.num_bytes].reshape(self.num_rows, self.row_bytes)
         return rows[start:stop] if self.order is None else rows[self.order[start:stop]]
