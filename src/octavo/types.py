@@ -198,7 +198,10 @@ class StepPlan(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """A chosen (or scored) token: its log-probability, its rank (1 = most likely), and the `num_top` best tokens."""
+    """A chosen (or scored) token: its log-probability, its rank (1 = most likely), and the `num_top` best tokens.
+
+    They cost an exponential of the vocabulary: log-probability and rank are 0 where the request asked for none.
+    """
 
     token_id: int
     logprob: float

@@ -8,9 +8,10 @@ from itertools import groupby
 import numpy as np
 import pytest
 
+from octavo.engine import llm as module
 from octavo.engine.llm import LLM, Logprob, engine_config
 from octavo.errors import ConfigError, InvalidRequest, OctavoError, RequestTooLarge
-from octavo.types import SamplingParams
+from octavo.types import Output, Sampled, SamplingParams
 
 from .conftest import END, Alphabet, TinyCheckpoint
 
@@ -124,6 +125,8 @@ def test_params_beyond_the_vocabulary_are_refused(alphabet, fields, message):
         alphabet.generate(["A", "B"], [GREEDY, params(**fields)])
     with pytest.raises(InvalidRequest, match="params: must be SamplingParams, got dict"):
         alphabet.generate("A", [{"temperature": 0}])
+    with pytest.raises(InvalidRequest, match="params: must be SamplingParams or a list of them, got int"):
+        alphabet.generate("A", 3)
 
 
 def test_a_prompt_begins_with_bos_where_the_model_wants_it(make_llm):
@@ -270,6 +273,17 @@ def test_a_stop_that_never_completes(alphabet):
 def test_a_stop_on_the_last_token_is_a_stop(alphabet):
     [output] = alphabet.generate("A", params(stop="C", max_tokens=2))
     assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("B", "stop")
+
+
+def test_tokens_beyond_a_stop_are_not_the_choices(alphabet, monkeypatch):
+    """Several tokens in one output, as an engine that drafts them gives."""
+    ids = [66, 67, 68, 69]
+    news = Output("0", 0, [Sampled(token, -0.5, 1, ()) for token in ids], None, 0, 0)
+    monkeypatch.setattr(alphabet._core, "step", lambda: [news])
+    [output] = alphabet.generate("A", params(stop="D", logprobs=0))
+    [choice] = output.outputs
+    assert (choice.text, choice.token_ids, len(choice.logprobs), choice.cumulative_logprob) == ("BC", ids[:3], 3, -1.5)
+    assert held_pages(alphabet) == 0
 
 
 def test_a_stop_ends_one_choice_and_no_other(llm):
@@ -425,7 +439,7 @@ def test_chat_goes_through_the_template(alphabet):
     assert [alphabet.tokenizer.decode(o.prompt_token_ids) for o in both] == ["user:hi\na:", "user:hi\nuser:again\na:"]
     assert "".join(e.text for e in alphabet.stream_chat(messages, params(max_tokens=3))) == output.outputs[0].text
     assert alphabet.chat([], params()) == []
-    for wrong in ([{"content": "no role"}], [[]], "hi", [messages, 3]):
+    for wrong in ([{"content": "no role"}], [[]], "hi", [messages, 3], 3, None):
         with pytest.raises(InvalidRequest, match=r"^messages"):
             alphabet.chat(wrong, params())
 
@@ -516,6 +530,14 @@ def test_options_are_checked_by_name():
         LLM("no-such-model", zzz=3)
     with pytest.raises(ConfigError, match="block_size: must be one of"):
         engine_config({"block_size": 5})
+
+
+def test_the_pool_leaves_room_for_the_model(make_llm, monkeypatch):
+    page = make_llm().stats()["page_bytes"]
+    monkeypatch.setattr(module, "available_memory", lambda: 150 * page)
+    checkpoint = TinyCheckpoint()
+    checkpoint.stored_bytes = 50 * page
+    assert make_llm(checkpoint, kv_cache_memory_bytes=None).stats()["num_pages"] == 40
 
 
 def test_metrics_and_stats(alphabet):

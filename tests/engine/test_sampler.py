@@ -98,10 +98,11 @@ CASES = {
     "frequency": {"frequency_penalty": 1.5, "presence_penalty": -2.0},
     "presence": {"presence_penalty": 2.0, "temperature": 0},
     "min_tokens": {"min_tokens": 9, "stop_token_ids": [11, 12], "logit_bias": {EOS: 99.0, 11: 98.0}},
-    "min_tokens reached": {"min_tokens": 3, "stop_token_ids": [11, 12], "logit_bias": {EOS: 99.0, 11: 98.0}},
+    "min_tokens reached": {"min_tokens": 4, "stop_token_ids": [11, 12], "logit_bias": {EOS: 99.0, 11: 98.0}},
     "all": {
         "logit_bias": {5: 8.0, 3: 9.0}, "min_tokens": 9, "repetition_penalty": 1.3,
-        "frequency_penalty": 0.5, "presence_penalty": 0.3, "temperature": 1.7, "top_k": 200, "top_p": 0.9, "min_p": 0.01,
+        "frequency_penalty": 0.5, "presence_penalty": 0.3, "temperature": 1.7,
+        "top_k": 200, "top_p": 0.9, "min_p": 0.01,
     },
 }  # fmt: skip
 
@@ -246,8 +247,8 @@ def test_a_beams_draw_is_the_best_tokens():
 
 def test_equal_logits_go_by_token_id():
     logits = np.full(VOCAB, 0.5, np.float32)
-    logits[3] = -0.0
-    logits[2] = 0.0
+    logits[2] = -0.0
+    logits[3] = 0.0
     logits[0] = -1.0
     assert sampler().draw(logits, draw_of(SamplingParams(temperature=0))).token_id == 1
     top = sampler().score(logits, 0, VOCAB).top

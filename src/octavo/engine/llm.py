@@ -293,6 +293,8 @@ class LLM:
     # ── from prompts to requests ──
 
     def _conversations(self, messages: Sequence[Any]) -> list[Prompt]:
+        if not isinstance(messages, Sequence):
+            raise InvalidRequest("messages", f"must be a list of messages, got {type(messages).__name__}")
         one = all(isinstance(message, Mapping) for message in messages) and len(messages) > 0
         return [self.tokenizer.encode_chat(conversation) for conversation in ([messages] if one else messages)]
 
@@ -302,6 +304,8 @@ class LLM:
             raise OctavoError("the engine is closed")
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
+        if not isinstance(params, Sequence):
+            raise InvalidRequest("params", f"must be SamplingParams or a list of them, got {type(params).__name__}")
         if len(params) != len(prompts):
             raise InvalidRequest("params", f"there are {len(params)} for {len(prompts)} prompts: give one or as many")
         batch = _Batch(self.tokenizer)
