@@ -1,46 +1,48 @@
-"""Every instruction-set variant that this machine runs, natively or emulated, forced in turn."""
+"""Every variant of the kernels, forced in turn: native where the machine has the instructions, emulated where it lacks them."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
+import subprocess
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from octavo.ops import cpu
+from octavo import _native
+
+VARIANTS = ["generic", "avx2", "avx512", "amx"]
+ROOT = Path(__file__).parents[2]
 
 
-def native_variants() -> dict[str, tuple[Any, str]]:
-    """Test id -> native module and variant. The emulated build adds what the machine lacks, where it was made."""
-    found: dict[str, tuple[Any, str]] = {}
-    for module_name in ("octavo._native", "octavo._native_emulated"):
-        try:
-            module = importlib.import_module(module_name)
-        except ImportError:
-            if module_name == "octavo._native":
-                raise
-            continue
-        for variant in module.variants():
-            if variant not in found:
-                found[variant] = module, variant
-    return found
-
-
-VARIANTS = native_variants()
-
-MakeOps = Callable[..., cpu.CpuOps]
+@pytest.fixture(scope="session")
+def emulated() -> Any:
+    """The kernels with AVX-512 and AMX emulated on AVX2, built on first use (about a minute) into build/emulated."""
+    if "avx2" not in _native.variants():
+        pytest.skip("the emulation of AVX-512 and AMX needs AVX2")
+    build = ROOT / "build" / "emulated"
+    options = ["-DOCTAVO_EMULATE=ON", f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_BUILD_TYPE=Release"]
+    try:
+        subprocess.run(["cmake", "-S", ROOT, "-B", build, *options], check=True, capture_output=True, text=True)
+        subprocess.run(["cmake", "--build", build, "--parallel", "2"], check=True, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("the emulation of AVX-512 and AMX is built with cmake, which is not installed")
+    except subprocess.CalledProcessError as error:
+        pytest.fail(f"the emulation does not build:\n{error.stdout[-4000:]}{error.stderr[-4000:]}", pytrace=False)
+    path = build / f"_native_emulated{EXTENSION_SUFFIXES[0]}"
+    loader = ExtensionFileLoader("_native_emulated", str(path))
+    spec = spec_from_file_location("_native_emulated", path, loader=loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session", params=VARIANTS)
-def native_variant(request: pytest.FixtureRequest) -> tuple[Any, str]:
-    """A native module and the name of a variant it can run."""
-    return VARIANTS[request.param]
-
-
-@pytest.fixture
-def make_ops(native_variant: tuple[Any, str], monkeypatch: pytest.MonkeyPatch) -> MakeOps:
-    """CpuOps of one variant for a number of threads, 2 unless told."""
-    module, variant = native_variant
-    monkeypatch.setattr(cpu, "_native", module)
-    return lambda num_threads=2: cpu.CpuOps(num_threads, variant)
+def native_variant(request: Any) -> tuple[Any, str]:
+    """A native module and the name of a variant that it runs here."""
+    if request.param in _native.variants():
+        return _native, request.param
+    return request.getfixturevalue("emulated"), request.param
