@@ -59,13 +59,11 @@ def test_a_folder_and_a_gguf_file_hold_the_same_model(tmp_path: Path, model_type
     assert two.has("lm_head") is not tied
     assert one._tensors.keys() == two._tensors.keys()
     for name, stored in one._tensors.items():
-        read = (lambda c: c.vector(name)) if len(stored.dims) == 1 else (lambda c: c.weight(name).float32(*whole(c, name)))  # noqa: B023
-        np.testing.assert_array_equal(read(one), read(two), err_msg=name)
+        a, b = (
+            c.vector(name) if len(stored.dims) == 1 else c.weight(name).float32(0, stored.num_rows) for c in (one, two)
+        )
+        np.testing.assert_array_equal(a, b, err_msg=name)
     np.testing.assert_array_equal(logits(one, GOLDEN["ids"]), logits(two, GOLDEN["ids"]))
-
-
-def whole(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
-    return 0, checkpoint.weight(name).num_rows
 
 
 def test_biases_of_a_llama_file_are_permuted_with_their_rows(tmp_path: Path) -> None:
@@ -108,7 +106,9 @@ def test_rope_divisors_of_a_gguf_file_do_what_the_configuration_says(tmp_path: P
     plain = tiny.config("llama", rope_theta=shape["rope_theta"])
     bare = open_checkpoint(tiny.write_gguf(tmp_path / "bare.gguf", plain, found))
     divisors = inverse_frequencies(bare) / inverse_frequencies(one)
-    assert divisors[0] == 1.0 and 1.0 < divisors[1] < 8.0 and divisors[2] == pytest.approx(8.0)  # kept, blended, stretched
+    assert (
+        divisors[0] == 1.0 and 1.0 < divisors[1] < 8.0 and divisors[2] == pytest.approx(8.0)
+    )  # kept, blended, stretched
     two = open_checkpoint(tiny.write_gguf(tmp_path / "m.gguf", plain, found, rope_divisors=divisors))
     np.testing.assert_allclose(inverse_frequencies(two), inverse_frequencies(one), rtol=1e-6)
     got = logits(two, GOLDEN["ids"])

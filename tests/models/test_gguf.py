@@ -20,7 +20,16 @@ from octavo.models.weights import Checkpoint, dequantize
 # ── block formats ────────────────────────────────────────────────────────────────────────────────────────────────
 
 TYPES = {number: gguf.GGMLQuantizationType(number) for number in FORMATS}
-HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
+HALVES = {
+    "Q4_0": [0],
+    "Q4_1": [0, 2],
+    "Q5_0": [0],
+    "Q5_1": [0, 2],
+    "Q8_0": [0],
+    "Q4_K": [0, 2],
+    "Q5_K": [0, 2],
+    "Q6_K": [208],
+}
 """Where the float16 numbers lie in a block; the rest of it may be any bytes."""
 
 
@@ -171,7 +180,9 @@ class Info:
         self.data = np.random.default_rng(offset).standard_normal(count).astype("<f4").tobytes()
 
     def entry(self) -> bytes:
-        return text(self.name) + struct.pack(f"<I{len(self.dims)}QIQ", len(self.dims), *self.dims, self.kind, self.offset)
+        return text(self.name) + struct.pack(
+            f"<I{len(self.dims)}QIQ", len(self.dims), *self.dims, self.kind, self.offset
+        )
 
 
 def infos() -> list[Info]:

@@ -59,7 +59,9 @@ def tensors(shape: dict[str, Any], *, seed: int = 0, bias: bool | None = None) -
     found: dict[str, np.ndarray] = {}
 
     def add(name: str, *dims: int, around: float = 0.0) -> None:
-        values = (around + random.standard_normal(dims) * (0.3 if len(dims) == 1 else 1.5 / dims[-1] ** 0.5)).astype("<f4")
+        values = (around + random.standard_normal(dims) * (0.3 if len(dims) == 1 else 1.5 / dims[-1] ** 0.5)).astype(
+            "<f4"
+        )
         found[name] = (values.view("<u4") & np.uint32(0xFFFF0000)).view("<f4")
 
     add("model.embed_tokens.weight", shape["vocab_size"], hidden)
@@ -80,7 +82,9 @@ def tensors(shape: dict[str, Any], *, seed: int = 0, bias: bool | None = None) -
             ("mlp.down_proj", hidden, inner),
         ):
             add(layer + name + ".weight", rows, columns)
-            if name.endswith(("q_proj", "k_proj", "v_proj")) and (shape["model_type"] == "qwen2" if bias is None else bias):
+            if name.endswith(("q_proj", "k_proj", "v_proj")) and (
+                shape["model_type"] == "qwen2" if bias is None else bias
+            ):
                 add(layer + name + ".bias", rows)
         if shape["model_type"] == "qwen3":
             add(layer + "self_attn.q_norm.weight", head_dim, around=1.0)
@@ -193,7 +197,7 @@ def write_gguf(
     rope_divisors: np.ndarray | None = None,
     keys: dict[str, Any] | None = None,
 ) -> Path:
-    """`matrices` is the type of all tensors of two dimensions. `keys` are further metadata (strings, or None to omit)."""
+    """`matrices` is the type of the tensors of two dimensions; `keys` are further metadata (texts, or None to omit)."""
     kind = shape["model_type"]
     arch = "llama" if kind == "mistral" else kind
     heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 import transformers
-
 from tests.models import tiny
 
 LLAMA3 = {
@@ -36,7 +35,11 @@ POSITIONS, COLUMNS = [0, 1, 17, 39], 40
 
 def main() -> None:
     ids = [(7 * i * i + 3 * i + 11) % 250 for i in range(40)]
-    made = {"by": f"transformers {transformers.__version__}, torch {torch.__version__}, float32", "ids": ids, "cases": {}}
+    made = {
+        "by": f"transformers {transformers.__version__}, torch {torch.__version__}, float32",
+        "ids": ids,
+        "cases": {},
+    }
     for name, case in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
             weights = tiny.tensors(case["config"], bias=case.get("bias"))
