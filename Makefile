@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test lint format build clean help
+.PHONY: demo test lint format docs build clean help
 .DEFAULT_GOAL := help
 
 VENV := .venv
@@ -28,6 +28,12 @@ lint: $(VENV)/built $(VENV)/dev ## style, types and import contracts
 format: $(VENV)/dev ## format the sources and mend what can be mended
 	@$(BIN)/ruff check --fix --exit-zero
 	@$(BIN)/ruff format
+
+docs: $(VENV)/built ## write the help texts into docs/cli.md
+	@{ printf '# The command line\n\nWhat `--help` prints; `make docs` writes this page.\n'; \
+	  for command in '' 'generate ' 'chat ' 'pull '; do \
+	    printf '\n```console\n$$ octavo %s--help\n' "$$command"; COLUMNS=80 $(BIN)/octavo $$command--help; printf '```\n'; \
+	  done; } > docs/cli.md
 
 build: $(VENV)/built ## install the package, editable, with its native kernels
 

@@ -97,11 +97,7 @@ def accounted(account: Account, stats: dict[str, int]) -> Table:
         ("shared", stats["pages_shared"], "times a page was taken over instead of computed again"),
         ("copied", stats["pages_copied"], "because one of those who shared it had to write"),
         ("freed", stats["pages_allocated"] - held, f"{held} still held, {stats['pages_cached']} kept findable"),
-        (
-            "speed",
-            f"{account.num_tokens / account.total_s:.0f} tokens/s",
-            f"{account.num_tokens} in {account.total_s:.1f} s",
-        ),
+        ("speed", f"{num_tokens / account.total_s:.0f} tokens/s", f"{num_tokens} tokens in {account.total_s:.1f} s"),
         ("first token", f"{first[0]:.2f} s", f"{first[-1]:.2f} s for the last of {len(first)} answers"),
     ]
     table = Table.grid(padding=(0, 2))

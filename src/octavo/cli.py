@@ -161,10 +161,8 @@ def parse_bytes(text: str) -> int:
 
 # ── commands ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-Model = Annotated[
-    str,
-    typer.Argument(metavar="MODEL", help="A name of the catalogue, a hub name, or the path of a .gguf file or folder."),
-]
+MODEL_HELP = "A catalogue name, a hub name, or the path of a .gguf file or a folder."
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 
 
 def _version(wanted: bool) -> None:
@@ -261,10 +259,8 @@ def chat(
 
 
 @app.command()
-def pull(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A catalogue name or a hub name.")] = None,
-) -> None:
-    """Fetch a model and print where it lies; without MODEL, list the catalogue."""
+def pull(model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None) -> None:
+    """Fetch a model and print its path, or list the catalogue."""
     from octavo.models.catalog import MODELS
 
     if model is not None:
