@@ -379,6 +379,14 @@ def test_text_parts_are_joined_and_others_refused(tokenizer: Tokenizer) -> None:
     assert caught.value.field == "messages"
 
 
+def test_a_requests_own_variables(tokenizer: Tokenizer) -> None:
+    """They reach the template, and cannot take the place of the conversation."""
+    meta = metadata() | {"tokenizer.chat_template": "{{ thinking }} {{ self }} {{ messages[0].content }}"}
+    ours = {"thinking": False, "self": 1, "messages": [], "tools": [1], "add_generation_prompt": 0}
+    assert from_gguf(meta, HERE).render_chat(USER, variables=ours).endswith(" hi")
+    assert from_gguf(meta, HERE).render_chat(USER, variables=ours).startswith("False ")
+
+
 @pytest.mark.parametrize("messages", [[], "hi", None, {}, [1], ["hi"], [{}], [{"role": 1}], [{"content": "hi"}]])
 def test_malformed_conversations_are_refused(tokenizer: Tokenizer, messages: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"^messages: "):
@@ -407,7 +415,7 @@ def test_named_templates(tmp_path: Path) -> None:
 
 
 def render(source: str, **variables: Any) -> str:
-    return ChatTemplate(source).render(**{"messages": USER, **variables})
+    return ChatTemplate(source).render({"messages": USER, **variables})
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ class ChatTemplate:
         self._source = source
         self._render: Callable[..., str] | None = None
 
-    def render(self, **variables: Any) -> str:
+    def render(self, variables: Mapping[str, Any]) -> str:
         """The text of a conversation. Raises InvalidRequest("messages") with the template's own words if it refuses."""
         previous = sys.gettrace()
         _budget.lines = _budget.made = 0
@@ -193,7 +193,7 @@ class ChatTemplate:
                     raise _OverBudget(f"the chat template has more than {MAX_TEMPLATE_CHARS} characters")
                 self._render = _Environment().from_string(self._source).render
             sys.settrace(_budget.count_lines)
-            return self._render(**variables)
+            return self._render(variables)
         except Exception as error:  # the template's code and Jinja's can raise anything, and all of it is a refusal
             message = str(error) or type(error).__name__
             raise InvalidRequest("messages", f"the model's chat template refuses them: {message}") from error

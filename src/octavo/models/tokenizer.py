@@ -126,12 +126,12 @@ class Tokenizer:
             raise InvalidRequest("messages", "the model has no chat template: send a prompt to /v1/completions instead")
         names = {"bos_token": self.bos_token_id, "eos_token": self.eos_token_ids[0] if self.eos_token_ids else None}
         marks = {name: "" if token is None else self._pieces[token] for name, token in names.items()}
-        return template.render(
-            **{**marks, "documents": None, **(variables or {})},
-            messages=[_plain(message) for message in _conversation(messages)],
-            add_generation_prompt=add_generation_prompt,
-            tools=list(tools) if tools else None,
-        )
+        conversation = {
+            "messages": [_plain(message) for message in _conversation(messages)],
+            "add_generation_prompt": add_generation_prompt,
+            "tools": list(tools) if tools else None,
+        }
+        return template.render({**marks, "documents": None, **(variables or {}), **conversation})
 
     def encode_chat(
         self,
@@ -170,7 +170,7 @@ class Detokenizer:
         self._tokenizer, self._skip_special = tokenizer, skip_special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._unfinished = _unfinished_character(self._bytes_before(prompt_ids))
-        self._at_start = tokenizer.space_prefix and not prompt_ids  # of a text: its first space is not part of it
+        self._at_start = tokenizer.space_prefix and len(prompt_ids) == 0  # of a text: its first space is not part of it
 
     def push(self, ids: Sequence[int]) -> str:
         """The characters that are complete once `ids` have followed."""
@@ -262,8 +262,8 @@ _PRE: dict[str, list[str]] = {
     "qwen2 deepseek-r1-qwen stablelm2 megrez kormo hunyuan": [_QWEN2],
     "tekken": [_TEKKEN],
     "gpt-4o llama4": [_GPT4O],
-    "deepseek-coder": [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"],
-    "deepseek-v3": [r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3],
+    "deepseek-coder": [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}"],
+    "deepseek-v3": [r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3],
     "falcon": [r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"],
     "default": [r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"],
 }
@@ -271,7 +271,7 @@ _PRE = {name: patterns for names, patterns in _PRE.items() for name in names.spl
 """What `tokenizer.ggml.pre` stands for: text is split by each expression in turn (llama.cpp, src/llama-vocab.cpp)."""
 _WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"}
 """A word that is itself a token is taken whole, whatever the merges say; and these models begin with BOS."""
-_NFC = {"qwen2", "deepseek-r1-qwen", "stablelm2"}
+_NFC = {"qwen2", "deepseek-r1-qwen"}
 """The original tokenizers compose characters first; llama.cpp does not."""
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
