@@ -17,7 +17,10 @@ from rich.text import Text
 
 from octavo import LLM, SamplingParams
 
-SYSTEM = "You are a patient teacher. Answer in two or three plain sentences, with words that a child knows."
+SYSTEM = (
+    "You are a patient teacher of small children. Answer in two or three plain sentences, with words that they know. "
+    "Do not write lists. If you do not know something, say so."
+)
 QUESTIONS = {
     "Why is the sky blue?": 1,
     "What does a heart do?": 1,

@@ -223,7 +223,7 @@ CHAT_HELP = "/reset begins anew, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
 @app.command()
-@takes(temperature=0.7, top_p=0.9, max_tokens=None, seed=0, without=ONE_ANSWER)
+@takes(temperature=0.7, top_p=0.9, max_tokens=512, seed=0, without=ONE_ANSWER)
 def chat(
     model: Model,
     system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,

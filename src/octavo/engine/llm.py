@@ -487,9 +487,10 @@ def _uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def _progress_bar(batch: _Batch) -> Iterator[Callable[[], None]]:
+    from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(transient=True) as bar:
+    with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=len(batch.live))
 
         def show() -> None:
