@@ -41,12 +41,13 @@ _HOME = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'octavo' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"octavo.{_HOME.get(name, 'errors')}"), name)
-    return value
+if not TYPE_CHECKING:  # a type checker reads the imports above, and knows what is not there
 
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module 'octavo' has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"octavo.{_HOME.get(name, 'errors')}"), name)
+        return value
 
-def __dir__() -> list[str]:
-    return __all__
+    def __dir__() -> list[str]:
+        return __all__
