@@ -93,6 +93,7 @@ OCTAVO_INLINE void dot(const uint8_t* weights, const QuantGroup* in, size_t stri
   __m512i w[8];
   if constexpr (CODES == Format::W4) {
     const __m512i low = _mm512_set1_epi8(15);
+    OCTAVO_UNROLL
     for (int j = 0; j < 4; ++j) {
       const __m512i both = _mm512_loadu_si512(weights + 64 * j);
       w[j] = _mm512_and_si512(both, low);
@@ -100,10 +101,12 @@ OCTAVO_INLINE void dot(const uint8_t* weights, const QuantGroup* in, size_t stri
     }
   } else {
     const __m512i sign = _mm512_set1_epi8(-128);  // signed + 128 is unsigned; `offset` takes it back
+    OCTAVO_UNROLL
     for (int j = 0; j < 8; ++j) {
       w[j] = _mm512_xor_si512(_mm512_loadu_si512(weights + 64 * j), sign);
     }
   }
+  OCTAVO_UNROLL
   for (int r = 0; r < R; ++r) {
     const QuantGroup& group = in[r * stride];
     if constexpr (CODES == Format::W4) {
@@ -115,7 +118,9 @@ OCTAVO_INLINE void dot(const uint8_t* weights, const QuantGroup* in, size_t stri
       sums[r][1].v = _mm512_set1_epi32(group.half_offset[1]);
     }
   }
+  OCTAVO_UNROLL
   for (int j = 0; j < 8; ++j) {
+    OCTAVO_UNROLL
     for (int r = 0; r < R; ++r) {
       __m512i& sum = sums[r][HALVES<CODES> == 2 ? j / 4 : 0].v;
       sum = _mm512_dpbusd_epi32(sum, w[j], _mm512_set1_epi32(run_of(in[r * stride], j)));
@@ -134,12 +139,15 @@ OCTAVO_INLINE void dot(const uint8_t* weights, const QuantGroup* in, size_t stri
     const __m256i low = _mm256_set1_epi8(15);
     // int16 sums of 16 products of at most 15 · 127: below 32768
     __m256i lo[R], hi[R];
+    OCTAVO_UNROLL
     for (int r = 0; r < R; ++r) {
       lo[r] = hi[r] = _mm256_setzero_si256();
     }
+    OCTAVO_UNROLL
     for (int j = 0; j < 4; ++j) {
       const i32x16 both = load_int(weights + 64 * j);
       const __m256i wl = _mm256_and_si256(both.lo, low), wh = _mm256_and_si256(both.hi, low);
+      OCTAVO_UNROLL
       for (int r = 0; r < R; ++r) {
         const __m256i a = _mm256_set1_epi32(run_of(in[r * stride], j));
         lo[r] = _mm256_add_epi16(lo[r], _mm256_maddubs_epi16(wl, a));
@@ -147,24 +155,30 @@ OCTAVO_INLINE void dot(const uint8_t* weights, const QuantGroup* in, size_t stri
       }
       const __m256i ul = _mm256_and_si256(_mm256_srli_epi16(both.lo, 4), low);
       const __m256i uh = _mm256_and_si256(_mm256_srli_epi16(both.hi, 4), low);
+      OCTAVO_UNROLL
       for (int r = 0; r < R; ++r) {
         const __m256i a = _mm256_set1_epi32(run_of(in[r * stride], j + 4));
         lo[r] = _mm256_add_epi16(lo[r], _mm256_maddubs_epi16(ul, a));
         hi[r] = _mm256_add_epi16(hi[r], _mm256_maddubs_epi16(uh, a));
       }
     }
+    OCTAVO_UNROLL
     for (int r = 0; r < R; ++r) {
       sums[r][0] = {_mm256_madd_epi16(lo[r], ones), _mm256_madd_epi16(hi[r], ones)};
     }
   } else {
+    OCTAVO_UNROLL
     for (int r = 0; r < R; ++r) {
+      OCTAVO_UNROLL
       for (int half = 0; half < HALVES<CODES>; ++half) {
         sums[r][half] = broadcast_int(0);
       }
     }
+    OCTAVO_UNROLL
     for (int j = 0; j < 8; ++j) {
       const i32x16 w = load_int(weights + 64 * j);
       const __m256i wl = _mm256_abs_epi8(w.lo), wh = _mm256_abs_epi8(w.hi);  // -128 becomes an unsigned 128
+      OCTAVO_UNROLL
       for (int r = 0; r < R; ++r) {
         const __m256i a = _mm256_set1_epi32(run_of(in[r * stride], j));
         // pairs are at most 2 · 128 · 127: below 32768
@@ -221,6 +235,7 @@ struct Scales {
   f32x16 scale[HALVES<CODES>], minimum[HALVES<CODES>];
 
   OCTAVO_INLINE void load_group(const Segment& segment, const uint8_t* block, size_t g) {
+    OCTAVO_UNROLL
     for (int half = 0; half < HALVES<CODES>; ++half) {
       const size_t index = g * HALVES<CODES> + static_cast<size_t>(half);
       scale[half] = load_scales<WIDE>(block + segment.scales_at, index);
@@ -231,6 +246,7 @@ struct Scales {
   }
 
   OCTAVO_INLINE f32x16 add(f32x16 acc, const i32x16 (&sums)[HALVES<CODES>], const QuantGroup& in) const {
+    OCTAVO_UNROLL
     for (int half = 0; half < HALVES<CODES>; ++half) {
       acc = fma(to_float(sums[half]), scale[half] * broadcast(in.scale), acc);
       if constexpr (MINIMUM) {
@@ -245,6 +261,7 @@ template <int CODES, bool MINIMUM, bool WIDE, int R>
 OCTAVO_INLINE void quantized_rows(const Segment& segment, const uint8_t* block, const QuantGroup* in, size_t stride,
                                   float (*y)[LANES]) {
   f32x16 acc[R];
+  OCTAVO_UNROLL
   for (int r = 0; r < R; ++r) {
     acc[r] = zero();
   }
@@ -253,10 +270,12 @@ OCTAVO_INLINE void quantized_rows(const Segment& segment, const uint8_t* block, 
     dot<CODES, R>(block + g * GROUP_BYTES<CODES>, in + g, stride, sums);
     Scales<CODES, MINIMUM, WIDE> scales;
     scales.load_group(segment, block, g);
+    OCTAVO_UNROLL
     for (int r = 0; r < R; ++r) {
       acc[r] = scales.add(acc[r], sums[r], in[r * stride + g]);
     }
   }
+  OCTAVO_UNROLL
   for (int r = 0; r < R; ++r) {
     store(y[r], acc[r]);
   }
@@ -268,11 +287,13 @@ template <int R>
 OCTAVO_INLINE void bf16_rows(const Segment& segment, const uint8_t* block, const float* in, size_t stride,
                              float (*y)[LANES]) {
   f32x16 acc[R];
+  OCTAVO_UNROLL
   for (int r = 0; r < R; ++r) {
     acc[r] = zero();
   }
   for (size_t g = 0; g < segment.groups; ++g) {
     f32x16 even[R], odd[R];
+    OCTAVO_UNROLL
     for (int r = 0; r < R; ++r) {
       even[r] = odd[r] = zero();
     }
@@ -280,16 +301,19 @@ OCTAVO_INLINE void bf16_rows(const Segment& segment, const uint8_t* block, const
     for (size_t pair = 0; pair < GROUP / 2; ++pair) {
       const i32x16 both = load_int(weights + 64 * pair);
       const f32x16 first = first_of_pairs(both), second = second_of_pairs(both);
+      OCTAVO_UNROLL
       for (int r = 0; r < R; ++r) {
         const float* x = in + (r * stride + g) * GROUP + 2 * pair;
         even[r] = fma(broadcast(x[0]), first, even[r]);
         odd[r] = fma(broadcast(x[1]), second, odd[r]);
       }
     }
+    OCTAVO_UNROLL
     for (int r = 0; r < R; ++r) {
       acc[r] = acc[r] + (even[r] + odd[r]);
     }
   }
+  OCTAVO_UNROLL
   for (int r = 0; r < R; ++r) {
     store(y[r], acc[r]);
   }
@@ -355,6 +379,7 @@ void quantized_tile(const Segment& segment, const uint8_t* block, const uint8_t*
   constexpr size_t BYTES = 512;
   alignas(64) int32_t sums[4][TILE_ROWS][LANES];
   f32x16 acc[TILE_ROWS];
+  OCTAVO_UNROLL
   for (int r = 0; r < TILE_ROWS; ++r) {
     acc[r] = zero();
   }
@@ -376,9 +401,10 @@ void quantized_tile(const Segment& segment, const uint8_t* block, const uint8_t*
     for (size_t n = 0; n < (left < N ? left : N); ++n) {
       Scales<CODES, MINIMUM, WIDE> scales;
       scales.load_group(segment, block, g + n);
-#pragma GCC unroll 16
+      OCTAVO_UNROLL
       for (int r = 0; r < TILE_ROWS; ++r) {
         i32x16 row[HALVES<CODES>];
+        OCTAVO_UNROLL
         for (int half = 0; half < HALVES<CODES>; ++half) {
           row[half] = load_int(sums[n * HALVES<CODES> + static_cast<size_t>(half)][r]);
         }
@@ -386,6 +412,7 @@ void quantized_tile(const Segment& segment, const uint8_t* block, const uint8_t*
       }
     }
   }
+  OCTAVO_UNROLL
   for (int r = 0; r < TILE_ROWS; ++r) {
     store(y[r], acc[r]);
   }

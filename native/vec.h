@@ -16,6 +16,7 @@
 #endif
 
 #define OCTAVO_INLINE inline __attribute__((always_inline))
+#define OCTAVO_UNROLL _Pragma("GCC unroll 16")  // loops over rows and runs, so that arrays live in registers
 
 namespace octavo::OCTAVO_VARIANT {
 namespace {
