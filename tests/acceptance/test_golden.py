@@ -51,9 +51,9 @@ def test_the_golden_answers(llm: LLM, shared: Path) -> None:
         for position, (token, top5) in enumerate(zip(row["greedy_ids"], row["top5"], strict=True), first):
             found = output.prompt_logprobs[position]
             assert found is not None
-            # the golden answers go on past the end of a turn: there, the token that was taken is not the most likely one
+            # the golden answers go on past the end of a turn: there, the token taken is not the most likely one
             drifts.append(abs(found[token].logprob - dict(top5)[token]))
-            agreements.append(min(found, key=lambda id: found[id].rank) == top5[0][0])
+            agreements.append(min(found, key=lambda token_id: found[token_id].rank) == top5[0][0])
         for position in range(1, first):
             found = output.prompt_logprobs[position]
             assert found is not None

@@ -1,4 +1,4 @@
-"""Every variant of the kernels, forced in turn: native where the machine has the instructions, emulated where it lacks them."""
+"""Every variant of the kernels, forced in turn: native where the machine has the instructions, else emulated."""
 
 from __future__ import annotations
 

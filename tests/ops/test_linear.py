@@ -45,7 +45,7 @@ class Matrix(NamedTuple):
 
 
 def matrix(kind: str, outputs: int, inputs: int, seed: int = 0) -> Matrix:
-    """kind: w4 or w8, then -16 for groups of 16, m for minimums, + for scales that f16 cannot hold, ! for extreme codes."""
+    """kind: w4 or w8, then -16 for groups of 16, m for minimums, + for scales that f16 lacks, ! for extreme codes."""
     rng = np.random.default_rng([seed, outputs, inputs])
     if kind == "bf16":
         return Matrix(rng.standard_normal((outputs, inputs), np.float32))
@@ -320,5 +320,6 @@ def test_shapes_are_checked(kernels: Kernels) -> None:
         kernels.linear(packed, rows(2, 64), np.ones(63, np.float32))
     with pytest.raises(ValueError, match="one shape"):
         kernels.gate_up(packed, rows(2, 64), np.ones(64, np.float32))
+    wide = matrix("w8", 4, 32).stored._replace(codes=np.zeros((4, 48), np.int8))
     with pytest.raises(ValueError, match="multiple of the group"):
-        kernels.pack(matrix("w8-16", 4, 48)._replace(stored=matrix("w8", 4, 32).stored._replace(codes=np.zeros((4, 48), np.int8))))
+        kernels.pack(matrix("w8-16", 4, 48)._replace(stored=wide))

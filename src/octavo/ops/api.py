@@ -3,8 +3,8 @@
 A backend is an object with these methods; what they return is opaque to the model (`Tensor`). Activations are float32
 rows, one row a token. A returned activation stays valid until the same method is called again or the next `embed`.
 
-The rule every backend keeps: a row's result depends on that row's inputs alone, bit for bit, whatever other rows, pages,
-threads or page sizes are about.
+The rule every backend keeps: a row's result depends on that row's inputs alone, bit for bit, whatever other rows,
+pages, threads or page sizes are about.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Ops(Protocol):
     def vector(self, values: Floats) -> Tensor: ...
 
     def rope_table(self, inverse_frequencies: Floats, num_positions: int) -> Tensor:
-        """Cosines and sines of position · frequency, float32, from float64 arithmetic; [num_positions, head_dim / 2]."""
+        """Cosines and sines of position · frequency, from float64 arithmetic: float32 [num_positions, head_dim / 2]."""
 
     def allocate_pages(self, format: KVFormat, num_pages: int) -> KVPool: ...
 
@@ -120,14 +120,15 @@ class Ops(Protocol):
         k_norm: Tensor | None = None,
         eps: float = 0.0,
     ) -> None:
-        """Normalise (where norms are given) and rotate Q and K in place, halves paired; write K and V into the pages."""
+        """Normalise (where norms are given) and rotate Q and K in place, halves paired; write K and V into pages."""
 
     def attention(
         self, qkv: Tensor, layer: int, num_heads: int, pool: KVPool, step: StepInputs, window: int | None = None
     ) -> Tensor:
         """Causal grouped-query attention over the pages, scaled by head_dim ** -0.5: [num_rows, num_heads · head_dim].
 
-        With `window`, a token sees the last `window` tokens, itself included. Slots past a row's position are never read.
+        With `window`, a token sees the last `window` tokens, itself included. Slots past a row's position are never
+        read.
         """
 
     def add_linear(self, x: Tensor, inputs: Tensor, weight: Tensor) -> None:

@@ -150,9 +150,7 @@ class CpuOps:
         _native.gate_up(self.backend, x, norm, eps, weight, out)
         return out
 
-    def logits(
-        self, x: _native.Matrix, rows: Ints, norm: _native.Vector, eps: float, weight: _native.Linear
-    ) -> Floats:
+    def logits(self, x: _native.Matrix, rows: Ints, norm: _native.Vector, eps: float, weight: _native.Linear) -> Floats:
         out = self._output("logits", weight.outputs)
         _native.logits(self.backend, x, rows, norm, eps, weight, out)
         logits: Floats = out.numpy()
@@ -173,9 +171,7 @@ def _pack(packed: _native.Linear, weight: Weight) -> None:
         _pack_quantized(packed, weight, chunks, wide=True)
 
 
-def _pack_quantized(
-    packed: _native.Linear, weight: Weight, chunks: list[tuple[int, int]], wide: bool
-) -> bool:
+def _pack_quantized(packed: _native.Linear, weight: Weight, chunks: list[tuple[int, int]], wide: bool) -> bool:
     """Append a matrix with scales in f16 or, where `wide`, in float32. False where f16 does not hold every scale."""
     for start, stop in chunks:
         codes, scales, minimums, group, bits = weight.quantized(start, stop)

@@ -144,13 +144,11 @@ class ReferenceOps:
         written = step.positions >= step.write_start[slice_of_row]
         page_index, slot = np.divmod(step.positions[written], f.block_size)
         page = step.pages[step.page_start[slice_of_row[written]] + page_index]
-        k, v = k[written], v[written]
-        if f.dtype == "bf16":
-            k, v = to_bf16(k), to_bf16(v)
+        keys, values = (to_bf16(part[written]) if f.dtype == "bf16" else part[written] for part in (k, v))
         k_pages, v_pages = kv_views(pool, layer)
         pair = k_pages.shape[-1]
-        k_pages[page, :, :, slot] = k.reshape(len(k), f.num_kv_heads, f.head_dim // pair, pair)
-        v_pages[page, :, slot // pair, :, slot % pair] = v
+        k_pages[page, :, :, slot] = keys.reshape(len(keys), f.num_kv_heads, f.head_dim // pair, pair)
+        v_pages[page, :, slot // pair, :, slot % pair] = values
 
     def attention(
         self, qkv: Floats, layer: int, num_heads: int, pool: KVPool, step: StepInputs, window: int | None = None
