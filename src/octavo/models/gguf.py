@@ -167,7 +167,7 @@ class GGUF:
         self._file = MappedFile(path)
         self._data, self._at, self._size = self._file.buffer, 0, len(self._file.bytes)
         if self._take(4, "the magic number") != b"GGUF":
-            self._fail("is not a GGUF file")
+            self._fail("is not a GGUF file (and no folder of safetensors)")
         version = self._u32("the version")
         if version not in (2, 3):
             self._fail(f"has GGUF version {version}, which is not supported (2 and 3 in little-endian order are)")
