@@ -316,10 +316,11 @@ struct RopeTable {
   }
 };
 
-// Calls body(thread) on every thread of the pool.
+// Calls body(begin, end) for all parts of num_items, spread over the pool.
 template <typename Body>
-void on_all_threads(Pool& pool, const Body& body) {
-  pool.run([](void* context, int thread) { (*static_cast<const Body*>(context))(thread); },
+void in_parallel(Pool& pool, size_t num_items, const Body& body) {
+  pool.run(num_items,
+           [](void* context, size_t begin, size_t end, int) { (*static_cast<const Body*>(context))(begin, end); },
            const_cast<Body*>(&body));
 }
 
@@ -340,10 +341,8 @@ void rope_write(Backend& backend, Matrix& qkv, size_t layer, size_t num_heads, P
   const RopeWrite args = {qkv.data, num_heads, pages.layer(layer), step.rows(pages), rope.cos.data(), rope.sin.data(),
                           q_norm ? q_norm->values.data() : nullptr, k_norm ? k_norm->values.data() : nullptr, eps};
   nb::gil_scoped_release release;
-  on_all_threads(backend.pool, [&](int thread) {
-    const Share rows = share(step.num_rows(), thread, backend.pool.size());
-    backend.kernels->rope->rope_write(args, rows.begin, rows.end);
-  });
+  in_parallel(backend.pool, step.num_rows(),
+              [&](size_t begin, size_t end) { backend.kernels->rope->rope_write(args, begin, end); });
 }
 
 void attention(Backend& backend, const Matrix& qkv, size_t layer, size_t num_heads, const Pages& pages, const Step& step,
@@ -356,13 +355,12 @@ void attention(Backend& backend, const Matrix& qkv, size_t layer, size_t num_hea
   const AttentionKernels& kernels = *backend.kernels->attention;
   args.scratch = static_cast<float*>(backend.scratch.reserve(kernels.scratch_floats(args) * sizeof(float)));
   nb::gil_scoped_release release;
-  on_all_threads(backend.pool, [&](int thread) {
-    kernels.attend(args, static_cast<size_t>(thread));
-    backend.pool.barrier();
-    if (thread == 0) {
-      kernels.finish(args);
+  in_parallel(backend.pool, args.num_threads, [&](size_t begin, size_t end) {
+    for (size_t part = begin; part < end; ++part) {
+      kernels.attend(args, part);
     }
   });
+  kernels.finish(args);
 }
 
 }  // namespace

@@ -547,9 +547,10 @@ size_t scratch_bytes(const Linear& linear, size_t rows, int num_threads) {
 struct Job {
   const LinearCall& call;
   char* scratch;
-  Pool& pool;
   Layout layout;
   Inputs inputs;
+
+  char* own(int thread) const { return scratch + layout.threads_at + static_cast<size_t>(thread) * layout.thread_bytes; }
 };
 
 void prepare_row(const Job& job, size_t row, float* padded) {
@@ -595,26 +596,25 @@ OCTAVO_INLINE f32x16 result(const Linear& linear, const float* y, size_t column)
   return linear.bias ? load(y) + load(linear.bias + column) : load(y);
 }
 
-void product(const Job& job, int thread) {
+// Blocks begin … end-1 (pairs of them for gate and up) times all rows.
+void product(const Job& job, size_t begin, size_t end, int thread) {
   const LinearCall& call = job.call;
   const Linear& linear = *call.linear;
   const bool gate_up = call.epilogue == LinearCall::GATE_UP;
   const size_t out_columns = gate_up ? linear.outputs / 2 : linear.outputs;
   const size_t num_blocks = gate_up ? linear.num_blocks / 2 : linear.num_blocks;
-  const Share mine = share(num_blocks, thread, job.pool.size());
   const size_t row_bytes = job.layout.stride * sizeof(QuantGroup);
   const size_t fit = PANEL_BYTES / row_bytes / TILE_ROWS * TILE_ROWS;
   const size_t panel = fit ? fit : TILE_ROWS;
 
-  char* own = job.scratch + job.layout.threads_at + static_cast<size_t>(thread) * job.layout.thread_bytes;
   Tiles tiles;
-  uint8_t* bytes = reinterpret_cast<uint8_t*>(own + job.layout.row_floats * sizeof(float));
+  uint8_t* bytes = reinterpret_cast<uint8_t*>(job.own(thread) + job.layout.row_floats * sizeof(float));
   Work work{tiles, bytes, nullptr}, up_work{tiles, bytes + job.layout.groups * 512, nullptr};
   alignas(64) float y[TILE_ROWS][LANES], up_y[TILE_ROWS][LANES];
 
   for (size_t panel_start = 0; panel_start < call.rows; panel_start += panel) {
     const size_t panel_end = panel_start + panel < call.rows ? panel_start + panel : call.rows;
-    for (size_t b = mine.begin; b < mine.end; ++b) {
+    for (size_t b = begin; b < end; ++b) {
       const Place place = place_of(linear, b);
       const BlockKernel kernel = BLOCK_KERNELS[place.segment->format.index()];
       const Place up_place = place_of(linear, gate_up ? b + num_blocks : b);
@@ -647,19 +647,22 @@ void product(const Job& job, int thread) {
 }
 
 void run(const LinearCall& call, void* scratch, Pool& pool) {
-  Job job{call, static_cast<char*>(scratch), pool, Layout(*call.linear, call.rows, pool.size()), {}};
+  Job job{call, static_cast<char*>(scratch), Layout(*call.linear, call.rows, pool.size()), {}};
   job.inputs = {reinterpret_cast<QuantGroup*>(job.scratch),
                 reinterpret_cast<BF16*>(job.scratch + job.layout.rounded_at), job.layout.stride};
   pool.run(
-      [](void* context, int thread) {
+      call.rows,
+      [](void* context, size_t begin, size_t end, int thread) {
         const Job& job = *static_cast<const Job*>(context);
-        char* own = job.scratch + job.layout.threads_at + static_cast<size_t>(thread) * job.layout.thread_bytes;
-        const Share rows = share(job.call.rows, thread, job.pool.size());
-        for (size_t row = rows.begin; row < rows.end; ++row) {
-          prepare_row(job, row, reinterpret_cast<float*>(own));
+        for (size_t row = begin; row < end; ++row) {
+          prepare_row(job, row, reinterpret_cast<float*>(job.own(thread)));
         }
-        job.pool.barrier();
-        product(job, thread);
+      },
+      &job);
+  pool.run(
+      call.linear->num_blocks / (call.epilogue == LinearCall::GATE_UP ? 2 : 1),
+      [](void* context, size_t begin, size_t end, int thread) {
+        product(*static_cast<const Job*>(context), begin, end, thread);
       },
       &job);
 }
@@ -709,18 +712,16 @@ void decode_row(const Segment& segment, size_t output, float* out) {
 struct Embed {
   const Linear& table;
   const int32_t* ids;
-  size_t rows;
   float* out;
-  Pool& pool;
 };
 
 void embed(const Linear& table, const int32_t* ids, size_t rows, float* out, Pool& pool) {
-  Embed job{table, ids, rows, out, pool};
+  Embed job{table, ids, out};
   pool.run(
-      [](void* context, int thread) {
+      rows,
+      [](void* context, size_t begin, size_t end, int) {
         const Embed& job = *static_cast<const Embed*>(context);
-        const Share rows = share(job.rows, thread, job.pool.size());
-        for (size_t row = rows.begin; row < rows.end; ++row) {
+        for (size_t row = begin; row < end; ++row) {
           size_t id = static_cast<size_t>(job.ids[row]);
           const Segment* segment = job.table.segments;
           for (; id >= segment->outputs; ++segment) {

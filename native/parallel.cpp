@@ -25,8 +25,9 @@ void pause() {
 #endif
 }
 
-constexpr int SPINS = 2000;         // some 50 µs of pauses: longer than the gap between two kernels of a step
-constexpr int SPINS_IN_TASK = 500;  // then let another thread have the core, should there be fewer cores than threads
+constexpr size_t PARTS = 4;         // of a thread: what another can take over
+constexpr int SPINS = 2000;         // some 50 to 100 µs of pauses: longer than the gap between two kernels of a step
+constexpr int SPINS_AT_END = 500;   // then let another thread have the core, should there be fewer cores than threads
 
 // Subnormal numbers are zero in AMX products; here they are zero everywhere, so that all variants agree.
 class FlushSubnormals {
@@ -54,15 +55,51 @@ class FlushSubnormals {
 }  // namespace
 
 struct Pool::State {
-  alignas(64) std::atomic<unsigned> round{0};  // raised by one for each task; workers wait on it
-  void (*task)(void*, int) = nullptr;
-  void* context = nullptr;
-  bool stop = false;
+  // The round in which each part of a thread was last begun. Whoever raises it from the round before does the part.
+  struct alignas(64) Claims {
+    std::atomic<unsigned> begun[PARTS];
+  };
+
+  explicit State(size_t num_threads) : claims(new Claims[num_threads]()), num_threads(num_threads) {}
+
+  // Written by the caller between rounds. A worker that comes late may read them then, but will find no part to begin.
+  std::atomic<Task> task{nullptr};
+  std::atomic<void*> context{nullptr};
+  std::atomic<size_t> num_items{0};
+  std::unique_ptr<Claims[]> claims;
+  size_t num_threads;
+  alignas(64) std::atomic<unsigned> round{0};    // raised by one for each task
+  alignas(64) std::atomic<size_t> unfinished{0};  // parts of this round
+  alignas(64) std::atomic<bool> stop{false};
   unsigned forks_seen = forks;
   std::vector<std::thread> workers;
-  alignas(64) std::atomic<int> running{0};  // workers that have not finished the task
-  alignas(64) std::atomic<int> arrived{0};  // threads at the barrier
-  alignas(64) std::atomic<unsigned> passed{0};  // barriers passed
+
+  void work(unsigned current, size_t thread) {
+    const Task call = task.load(std::memory_order_relaxed);
+    void* const argument = context.load(std::memory_order_relaxed);
+    const size_t items = num_items.load(std::memory_order_relaxed);
+    const size_t parts = num_threads * PARTS;
+    size_t finished = 0;
+    for (size_t i = 0; i < num_threads; ++i) {
+      const size_t owner = (thread + i) % num_threads;
+      for (size_t k = 0; k < PARTS; ++k) {
+        const size_t part = i == 0 ? k : PARTS - 1 - k;
+        unsigned before = current - 1;
+        if (!claims[owner].begun[part].compare_exchange_strong(before, current, std::memory_order_acq_rel)) {
+          continue;
+        }
+        const size_t index = owner * PARTS + part;
+        const size_t begin = items * index / parts, end = items * (index + 1) / parts;
+        if (begin < end) {
+          call(argument, begin, end, static_cast<int>(thread));
+        }
+        ++finished;
+      }
+    }
+    if (finished) {
+      unfinished.fetch_sub(finished, std::memory_order_acq_rel);
+    }
+  }
 };
 
 int available_cores() {
@@ -83,9 +120,9 @@ Pool::Pool(int num_threads) : state_(nullptr), num_threads_(num_threads < 1 ? 1 
 }
 
 void Pool::start() {
-  state_ = new State;
+  state_ = new State(static_cast<size_t>(num_threads_));
   State* state = state_;
-  for (int thread = 1; thread < num_threads_; ++thread) {
+  for (size_t thread = 1; thread < state->num_threads; ++thread) {
     state->workers.emplace_back([state, thread] {
       const FlushSubnormals flush;
       for (unsigned seen = 0;;) {
@@ -93,12 +130,11 @@ void Pool::start() {
           pause();
         }
         state->round.wait(seen, std::memory_order_acquire);
-        seen += 1;
+        seen = state->round.load(std::memory_order_acquire);
         if (state->stop) {
           return;
         }
-        state->task(state->context, thread);
-        state->running.fetch_sub(1, std::memory_order_release);
+        state->work(seen, thread);
       }
     });
   }
@@ -117,47 +153,28 @@ Pool::~Pool() {
   delete state_;
 }
 
-void Pool::run(void (*task)(void*, int), void* context) {
+void Pool::run(size_t num_items, Task task, void* context) {
+  const FlushSubnormals flush;
+  if (num_threads_ == 1 || num_items < 2) {
+    if (num_items) {
+      task(context, 0, num_items, 0);
+    }
+    return;
+  }
   if (state_->forks_seen != forks) {
     start();  // what the parent left stays unfreed: its threads cannot be joined here
   }
-  const FlushSubnormals flush;
-  if (num_threads_ == 1) {
-    task(context, 0);
-    return;
-  }
   State& state = *state_;
-  state.task = task;
-  state.context = context;
-  state.running.store(num_threads_ - 1, std::memory_order_relaxed);
-  state.round.fetch_add(1, std::memory_order_release);
+  state.task.store(task, std::memory_order_relaxed);
+  state.context.store(context, std::memory_order_relaxed);
+  state.num_items.store(num_items, std::memory_order_relaxed);
+  state.unfinished.store(state.num_threads * PARTS, std::memory_order_relaxed);
+  const unsigned round = state.round.fetch_add(1, std::memory_order_release) + 1;
   state.round.notify_all();
-  task(context, 0);
-  for (int spin = 0; state.running.load(std::memory_order_acquire) != 0; ++spin) {
-    spin < SPINS_IN_TASK ? pause() : std::this_thread::yield();
+  state.work(round, 0);
+  for (int spin = 0; state.unfinished.load(std::memory_order_acquire) != 0; ++spin) {
+    spin < SPINS_AT_END ? pause() : std::this_thread::yield();
   }
-}
-
-void Pool::barrier() {
-  if (num_threads_ == 1) {
-    return;
-  }
-  State& state = *state_;
-  const unsigned passed = state.passed.load(std::memory_order_relaxed);
-  if (state.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == num_threads_) {
-    state.arrived.store(0, std::memory_order_relaxed);
-    state.passed.store(passed + 1, std::memory_order_release);
-    return;
-  }
-  for (int spin = 0; state.passed.load(std::memory_order_acquire) == passed; ++spin) {
-    spin < SPINS_IN_TASK ? pause() : std::this_thread::yield();
-  }
-}
-
-Share share(size_t total, int index, int count) {
-  const size_t n = static_cast<size_t>(count);
-  const size_t i = static_cast<size_t>(index);
-  return {total * i / n, total * (i + 1) / n};
 }
 
 }  // namespace octavo

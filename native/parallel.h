@@ -1,6 +1,8 @@
 // A fixed team of threads that runs one task at a time on all of its members.
 //
-// Owns the threads and their waiting, never the division of work: a task asks for its index and takes its static share.
+// Owns the threads and their waiting. A task's items are divided into the same parts whatever the threads do: each thread
+// takes its own parts and then, from the others' ends, those that nobody has begun. So no task waits for a thread that the
+// system has put aside: on a busy machine, the others do its work.
 #pragma once
 
 #include <stddef.h>
@@ -12,6 +14,9 @@ int available_cores();
 
 class Pool {
  public:
+  // Works on items begin … end-1. `thread` is 0 … size-1 and differs between the threads that run at once.
+  using Task = void (*)(void* context, size_t begin, size_t end, int thread);
+
   // The calling thread counts as one of `num_threads`; the others start now and live until destruction.
   explicit Pool(int num_threads);
   ~Pool();
@@ -20,13 +25,10 @@ class Pool {
 
   int size() const { return num_threads_; }
 
-  // Calls task(context, thread) once for each thread 0 … size-1 and returns when all have returned. Subnormal floats count
-  // as zero meanwhile. One caller at a time. Workers spin for a moment after a task, then sleep. After a fork the child's
-  // first run starts workers of its own.
-  void run(void (*task)(void* context, int thread), void* context);
-
-  // Inside a task: waits until every thread of the pool has come here.
-  void barrier();
+  // Runs the task on items 0 … num_items-1 and returns when all are done. Subnormal floats count as zero meanwhile. One
+  // caller at a time. Workers spin for a moment after a task, then sleep. After a fork the child's first run starts workers
+  // of its own.
+  void run(size_t num_items, Task task, void* context);
 
  private:
   struct State;
@@ -34,11 +36,5 @@ class Pool {
   State* state_;
   int num_threads_;
 };
-
-// Thread `index` of `count` takes items begin … end-1 of `total`, in runs of equal length (give or take one).
-struct Share {
-  size_t begin, end;
-};
-Share share(size_t total, int index, int count);
 
 }  // namespace octavo
