@@ -64,6 +64,11 @@ struct State {
   float* values;   // [max_rows][dim] of e^(score - highest) · V
 };
 
+// What a row sees of a run: its tokens begin … end-1. Nothing: 0, 0.
+struct Seen {
+  size_t begin, end;
+};
+
 // What a thread leaves for `finish`.
 struct Handover {
   size_t num_parts;  // states of parts whose tile an earlier thread began: the first records
@@ -76,8 +81,9 @@ struct Memory {
   Handover* handover;
   float *queries, *scores;           // [max_rows][dim], [max_rows][RUN]
   float *new_highest, *rescale;      // [max_rows]
-  float *k, *v;                      // a run in float32: [dim][RUN], [RUN][dim]
+  float *k, *v;                      // a run in float32: [GROUPS][dim][GROUP], [dim / LANES][RUN][LANES]
   uint32_t *gathered_k, *gathered_v; // a run of small pages, in the order of pages of 16
+  Seen* seen;                        // [max_rows]
   State whole, part;
   float* records;                    // states [max_parts + 1]
 };
@@ -117,6 +123,7 @@ Layout layout(float* base, const Shape& shape) {
   m.v = take(run);
   m.gathered_k = reinterpret_cast<uint32_t*>(take(run));
   m.gathered_v = reinterpret_cast<uint32_t*>(take(run));
+  m.seen = reinterpret_cast<Seen*>(take(shape.max_rows * sizeof(Seen) / sizeof(float)));
   m.whole = state_at(take(state_floats(shape)), shape);
   m.part = state_at(take(state_floats(shape)), shape);
   m.records = take((shape.max_parts + 1) * state_floats(shape));
@@ -131,43 +138,84 @@ size_t scratch_floats(const Attention& args) { return args.num_threads * layout(
 
 // ── one run: kernels ──────────────────────────────────────────────────────────────────────────────────────────────
 
-// Where a run's groups lie, in words (see pages.h): of K, rows of `k_stride`; of V, rows of head_dim.
+// Where a run's groups lie, in words (see pages.h): of K, rows of tokens; of V, rows of columns.
 struct Run {
   const uint32_t* k[GROUPS];
   const uint32_t* v[GROUPS];
-  size_t k_stride;
+  size_t k_row;             // from a row to the next
+  size_t v_row, v_columns;  // from a row to the next, from LANES columns to the next
 };
+
+template <size_t N>
+struct Count {
+  static constexpr size_t value = N;
+};
+
+// Calls body(Count<rows>), for 1 … BLOCK rows.
+template <class Body>
+OCTAVO_INLINE void with_count(size_t rows, const Body& body) {
+  static_assert(BLOCK == 6);
+  switch (rows) {
+    case 1: return body(Count<1>());
+    case 2: return body(Count<2>());
+    case 3: return body(Count<3>());
+    case 4: return body(Count<4>());
+    case 5: return body(Count<5>());
+    default: return body(Count<6>());
+  }
+}
+
+// Rows of a block, so that blocks of so many rows are about equal.
+constexpr size_t block_of(size_t rows) {
+  const size_t blocks = (rows + BLOCK - 1) / BLOCK;
+  return (rows + blocks - 1) / blocks;
+}
 
 // Vectors side by side in registers, for so many rows.
 constexpr size_t width(size_t rows) { return OCTAVO_LEVEL >= 2 ? 4 : rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 
-// scores[r][n · GROUP …] = queries[r] · K of groups 0 … N-1; asks for the words of `next` meanwhile.
-template <bool PAIRS, size_t R, size_t N>
-void score_block(const float* queries, size_t dim, const uint32_t* const* k, size_t stride,
-                 const uint32_t* const* next, float* scores) {
+// Asks for a line that the next run reads: into the second-level cache, as a run is as large as the first.
+OCTAVO_INLINE void prefetch(const uint32_t* words) { __builtin_prefetch(words, 0, 2); }
+
+// The same pointer, unknown to the compiler: with few registers, loading again costs less than a spilled sum.
+template <class T>
+OCTAVO_INLINE const T* again(const T* p) {
+#if OCTAVO_LEVEL == 1
+  asm("" : "+r"(p));
+#endif
+  return p;
+}
+
+// scores[r][n · GROUP …] = queries[r] · K of the run's groups g … g+N-1. With AHEAD, asks for those of `next` meanwhile.
+template <bool PAIRS, bool AHEAD, size_t R, size_t N>
+void score_block(const float* queries, size_t dim, const Run& run, const Run& next, size_t g, float* scores) {
   f32x16 sums[R][N];
-  for (size_t r = 0; r < R; ++r) {
-    for (size_t n = 0; n < N; ++n) {
+  const uint32_t *k[N], *ahead[N];
+  for (size_t n = 0; n < N; ++n) {
+    k[n] = run.k[g + n];
+    ahead[n] = next.k[g + n];
+    for (size_t r = 0; r < R; ++r) {
       sums[r][n] = zero();
     }
   }
-  constexpr size_t PAIR = PAIRS ? 2 : 1;
-  for (size_t word = 0; word * PAIR < dim; ++word) {
-    const float* q = queries + word * PAIR;
+  const size_t row = run.k_row, words = PAIRS ? dim / 2 : dim;
+  for (size_t word = 0; word < words; ++word) {
+    const float* q = queries + (PAIRS ? 2 * word : word);
     for (size_t n = 0; n < N; ++n) {
-      const uint32_t* tokens = k[n] + word * stride;
-      if (next) {
-        __builtin_prefetch(next[n] + word * stride);
+      const uint32_t* tokens = k[n] + word * row;
+      if constexpr (AHEAD) {
+        prefetch(ahead[n] + word * row);
       }
       if constexpr (PAIRS) {
-        const i32x16 pairs = load_int(tokens);
-        const f32x16 first = first_of_pairs(pairs), second = second_of_pairs(pairs);
+        const f32x16 first = first_of_pairs(load_int(tokens));
         for (size_t r = 0; r < R; ++r) {
           sums[r][n] = fma(broadcast(q[r * dim]), first, sums[r][n]);
         }
+        const f32x16 second = second_of_pairs(load_int(again(tokens)));
         for (size_t r = 0; r < R; ++r) {
           sums[r][n] = fma(broadcast(q[r * dim + 1]), second, sums[r][n]);
         }
+        q = again(q);
       } else {
         const f32x16 values = load(reinterpret_cast<const float*>(tokens));
         for (size_t r = 0; r < R; ++r) {
@@ -183,10 +231,18 @@ void score_block(const float* queries, size_t dim, const uint32_t* const* k, siz
   }
 }
 
-// values[r][0 … N·LANES-1] += weights[r] · V of the run's tokens begin … end-1.
-template <bool PAIRS, size_t R, size_t N>
-void value_block(const float* weights, size_t begin, size_t end, const uint32_t* const* v, size_t dim,
-                 const uint32_t* const* next, size_t column, float* values) {
+// sums[r][n] += weights[r][0] · v
+template <size_t R, size_t N>
+OCTAVO_INLINE void add_weighted(f32x16 (&sums)[R][N], size_t n, const float* weights, f32x16 v) {
+  for (size_t r = 0; r < R; ++r) {
+    sums[r][n] = fma(broadcast(weights[r * RUN]), v, sums[r][n]);
+  }
+}
+
+// values[r][column + n · LANES …] += weights[r] · V of the run's tokens begin … end-1. AHEAD as above.
+template <bool PAIRS, bool AHEAD, size_t R, size_t N>
+void value_block(const float* weights, size_t begin, size_t end, size_t dim, const Run& run, const Run& next,
+                 size_t column, float* values) {
   f32x16 sums[R][N];
   for (size_t r = 0; r < R; ++r) {
     for (size_t n = 0; n < N; ++n) {
@@ -194,36 +250,40 @@ void value_block(const float* weights, size_t begin, size_t end, const uint32_t*
     }
   }
   constexpr size_t PAIR = PAIRS ? 2 : 1;
+  const size_t row = run.v_row, columns = run.v_columns, offset = column / LANES * columns;
   for (size_t t = begin; t < end;) {
-    const size_t offset = t % GROUP / PAIR * dim + column;
-    const uint32_t* words = v[t / GROUP] + offset;
-    const bool first = t % PAIR == 0, second = PAIRS && (!first || t + 1 < end);
-    for (size_t n = 0; n < N; ++n) {
-      if (next) {
-        __builtin_prefetch(next[t / GROUP] + offset + n * LANES);
+    const size_t g = t / GROUP, stop = smaller(end, (g + 1) * GROUP);
+    const uint32_t* words = run.v[g] + t % GROUP / PAIR * row + offset;
+    const uint32_t* ahead = next.v[g] + t % GROUP / PAIR * row + offset;
+    if (PAIRS && t % 2) {
+      for (size_t n = 0; n < N; ++n) {
+        add_weighted(sums, n, weights + t, second_of_pairs(load_int(words + n * columns)));
       }
-      f32x16 even, odd;
-      if constexpr (PAIRS) {
-        const i32x16 pairs = load_int(words + n * LANES);
-        even = first_of_pairs(pairs);
-        odd = second_of_pairs(pairs);
-      } else {
-        even = load(reinterpret_cast<const float*>(words + n * LANES));
-      }
-      if (first) {
-        for (size_t r = 0; r < R; ++r) {
-          sums[r][n] = fma(broadcast(weights[r * RUN + t]), even, sums[r][n]);
+      ++t;
+      words += row;
+      ahead += row;
+    }
+    for (; t + PAIR <= stop; t += PAIR, words += row, ahead += row) {
+      const float* w = weights + t;
+      for (size_t n = 0; n < N; ++n) {
+        if constexpr (AHEAD) {
+          prefetch(ahead + n * columns);
         }
-      }
-      if constexpr (PAIRS) {
-        if (second) {
-          for (size_t r = 0; r < R; ++r) {
-            sums[r][n] = fma(broadcast(weights[r * RUN + t / 2 * 2 + 1]), odd, sums[r][n]);
-          }
+        if constexpr (PAIRS) {
+          add_weighted(sums, n, w, first_of_pairs(load_int(words + n * columns)));
+          add_weighted(sums, n, w + 1, second_of_pairs(load_int(again(words + n * columns))));
+          w = again(w);
+        } else {
+          add_weighted(sums, n, w, load(reinterpret_cast<const float*>(words + n * columns)));
         }
       }
     }
-    t += first + second;
+    if (PAIRS && t < stop) {
+      for (size_t n = 0; n < N; ++n) {
+        add_weighted(sums, n, weights + t, first_of_pairs(load_int(words + n * columns)));
+      }
+      ++t;
+    }
   }
   for (size_t r = 0; r < R; ++r) {
     for (size_t n = 0; n < N; ++n) {
@@ -232,59 +292,42 @@ void value_block(const float* weights, size_t begin, size_t end, const uint32_t*
   }
 }
 
-// R rows' scores of the groups begin … end-1, in blocks of as many groups as the registers hold.
-template <bool PAIRS, size_t R>
-void score_rows(const float* queries, size_t dim, const Run& run, const Run* next, size_t begin, size_t end,
-                float* scores) {
-  constexpr size_t N = width(R);
-  size_t g = begin;
-  for (; g + N <= end; g += N) {
-    score_block<PAIRS, R, N>(queries, dim, run.k + g, run.k_stride, next ? next->k + g : nullptr, scores + g * GROUP);
-  }
-  for (; g < end; ++g) {
-    score_block<PAIRS, R, 1>(queries, dim, run.k + g, run.k_stride, next ? next->k + g : nullptr, scores + g * GROUP);
-  }
-}
-
-// R rows' values of the tokens begin … end-1, in blocks of as many columns as the registers hold.
-template <bool PAIRS, size_t R>
-void value_rows(const float* weights, size_t begin, size_t end, const Run& run, const Run* next, size_t dim,
-                float* values) {
-  constexpr size_t N = width(R);
-  const uint32_t* const* ahead = next ? next->v : nullptr;
-  size_t column = 0;
-  for (; column + N * LANES <= dim; column += N * LANES) {
-    value_block<PAIRS, R, N>(weights, begin, end, run.v, dim, ahead, column, values);
-  }
-  for (; column < dim; column += LANES) {
-    value_block<PAIRS, R, 1>(weights, begin, end, run.v, dim, ahead, column, values);
-  }
-}
-
-template <bool PAIRS>
-void scores_of(size_t rows, const float* queries, size_t dim, const Run& run, const Run* next, size_t begin, size_t end,
+// scores of all rows for the groups begin … end-1. A few groups are kept near for all blocks of rows.
+template <bool PAIRS, bool AHEAD>
+void scores_of(size_t rows, const float* queries, size_t dim, const Run& run, const Run& next, size_t begin, size_t end,
                float* scores) {
-  switch (rows) {
-    case 1: return score_rows<PAIRS, 1>(queries, dim, run, next, begin, end, scores);
-    case 2: return score_rows<PAIRS, 2>(queries, dim, run, next, begin, end, scores);
-    case 3: return score_rows<PAIRS, 3>(queries, dim, run, next, begin, end, scores);
-    case 4: return score_rows<PAIRS, 4>(queries, dim, run, next, begin, end, scores);
-    case 5: return score_rows<PAIRS, 5>(queries, dim, run, next, begin, end, scores);
-    default: return score_rows<PAIRS, 6>(queries, dim, run, next, begin, end, scores);
+  const size_t block = block_of(rows);
+  for (size_t g = begin; g < end;) {
+    const size_t n = g + width(block) <= end ? width(block) : 1;
+    for (size_t row = 0; row < rows; row += block) {
+      with_count(smaller(block, rows - row), [&](auto count) {
+        constexpr size_t R = decltype(count)::value;
+        // The last block may have fewer rows; its groups are the others' all the same: width(R), or one.
+        const auto kernel = n == width(R) ? score_block<PAIRS, AHEAD, R, width(R)> : score_block<PAIRS, AHEAD, R, 1>;
+        kernel(queries + row * dim, dim, run, next, g, scores + row * RUN + g * GROUP);
+      });
+    }
+    g += n;
   }
 }
 
-template <bool PAIRS>
-void values_of(size_t rows, const float* weights, size_t begin, size_t end, const Run& run, const Run* next, size_t dim,
+// values of a block of rows for the tokens begin … end-1.
+template <bool PAIRS, bool AHEAD>
+void values_of(size_t rows, const float* weights, size_t begin, size_t end, size_t dim, const Run& run, const Run& next,
                float* values) {
-  switch (rows) {
-    case 1: return value_rows<PAIRS, 1>(weights, begin, end, run, next, dim, values);
-    case 2: return value_rows<PAIRS, 2>(weights, begin, end, run, next, dim, values);
-    case 3: return value_rows<PAIRS, 3>(weights, begin, end, run, next, dim, values);
-    case 4: return value_rows<PAIRS, 4>(weights, begin, end, run, next, dim, values);
-    case 5: return value_rows<PAIRS, 5>(weights, begin, end, run, next, dim, values);
-    default: return value_rows<PAIRS, 6>(weights, begin, end, run, next, dim, values);
+  if (begin >= end) {
+    return;
   }
+  with_count(rows, [&](auto count) {
+    constexpr size_t R = decltype(count)::value, N = width(R);
+    size_t column = 0;
+    for (; column + N * LANES <= dim; column += N * LANES) {
+      value_block<PAIRS, AHEAD, R, N>(weights, begin, end, dim, run, next, column, values);
+    }
+    for (; column < dim; column += LANES) {
+      value_block<PAIRS, AHEAD, R, 1>(weights, begin, end, dim, run, next, column, values);
+    }
+  });
 }
 
 // ── one run: from the pages ───────────────────────────────────────────────────────────────────────────────────────
@@ -295,9 +338,12 @@ Run locate(const Attention& args, const Tile& tile, size_t start, const Memory& 
   const LayerPages& layer = args.layer;
   const int32_t* pages = args.step.pages + args.step.page_start[tile.slice];
   const size_t block = layer.block_size, dim = layer.head_dim, pair = layer.bf16 ? 2 : 1;
-  Run run = {};
-  run.k_stride = larger(block, GROUP);
+  Run run;
+  run.k_row = larger(block, GROUP);
+  run.v_row = dim;
+  run.v_columns = LANES;
   for (size_t g = 0; g < GROUPS; ++g) {
+    run.k[g] = run.v[g] = layer.data;  // not to be read
     const size_t begin = larger(start + g * GROUP, tile.low), end = smaller(start + (g + 1) * GROUP, tile.high);
     if (begin >= end) {
       continue;
@@ -315,7 +361,9 @@ Run locate(const Attention& args, const Tile& tile, size_t start, const Memory& 
       const size_t token = p * block % GROUP;
       const uint32_t* page_k = k_words(layer, pages[p], tile.kv_head);
       for (size_t word = 0; word < dim / pair; ++word) {
-        memcpy(k + word * GROUP + token, page_k + word * block, block * sizeof(uint32_t));
+        uint32_t* to = k + word * GROUP + token;
+        const uint32_t* from = page_k + word * block;
+        block == 4 ? memcpy(to, from, 4 * sizeof(uint32_t)) : memcpy(to, from, 8 * sizeof(uint32_t));
       }
       memcpy(v + token / pair * dim, v_words(layer, pages[p], tile.kv_head), block / pair * dim * sizeof(uint32_t));
     }
@@ -325,23 +373,38 @@ Run locate(const Attention& args, const Tile& tile, size_t start, const Memory& 
   return run;
 }
 
+// The run that is likely read after the last of a part: where the next head begins, if the tile ends here.
+Run after(const Attention& args, const Tile& tile, size_t part, const Run& last, const Memory& memory) {
+  if ((part + 1) * PART < tile.high || tile.kv_head + 1 == args.layer.num_kv_heads) {
+    return last;
+  }
+  Tile next = tile;
+  ++next.kv_head;
+  return locate(args, next, tile.low / RUN * RUN, memory);
+}
+
 // The groups begin … end-1 of a bf16 run in float32, for many rows to read.
-Run widen(const Run& run, size_t begin, size_t end, size_t dim, const Memory& memory) {
-  Run wide = {};
-  wide.k_stride = RUN;
+Run widen(const Run& run, const Run& next, size_t begin, size_t end, size_t dim, const Memory& memory) {
+  Run wide = run;
+  wide.k_row = GROUP;
+  wide.v_row = LANES;
+  wide.v_columns = RUN * LANES;
   for (size_t g = begin; g < end; ++g) {
-    float* k = memory.k + g * GROUP;
-    float* v = memory.v + g * GROUP * dim;
+    float* k = memory.k + g * GROUP * dim;
+    float* v = memory.v + g * GROUP * LANES;
     for (size_t word = 0; word < dim / 2; ++word) {
-      const i32x16 pairs = load_int(run.k[g] + word * run.k_stride);
-      store(k + 2 * word * RUN, first_of_pairs(pairs));
-      store(k + (2 * word + 1) * RUN, second_of_pairs(pairs));
+      const i32x16 pairs = load_int(run.k[g] + word * run.k_row);
+      prefetch(next.k[g] + word * run.k_row);
+      store(k + 2 * word * GROUP, first_of_pairs(pairs));
+      store(k + (2 * word + 1) * GROUP, second_of_pairs(pairs));
     }
     for (size_t word = 0; word < GROUP / 2; ++word) {
       for (size_t column = 0; column < dim; column += LANES) {
         const i32x16 pairs = load_int(run.v[g] + word * dim + column);
-        store(v + 2 * word * dim + column, first_of_pairs(pairs));
-        store(v + (2 * word + 1) * dim + column, second_of_pairs(pairs));
+        prefetch(next.v[g] + word * dim + column);
+        float* to = v + column * RUN + 2 * word * LANES;
+        store(to, first_of_pairs(pairs));
+        store(to + LANES, second_of_pairs(pairs));
       }
     }
     wide.k[g] = reinterpret_cast<const uint32_t*>(k);
@@ -354,16 +417,17 @@ Run widen(const Run& run, size_t begin, size_t end, size_t dim, const Memory& me
 
 const f32x16 nothing_seen() { return broadcast(-__builtin_inff()); }
 
-// What a row of a tile sees of a run: the run's tokens begin … end-1; none where end <= begin.
-struct Seen {
-  size_t begin, end;
-};
-
-Seen seen_by(const Attention& args, const Tile& tile, const Shape& shape, size_t row, size_t start) {
-  const size_t stop = tile.position + row / shape.heads_per_kv + 1;
-  const size_t from = args.window && stop > args.window ? stop - args.window : 0;
-  const size_t begin = larger(from, start), end = smaller(stop, start + RUN);
-  return begin < end ? Seen{begin - start, end - start} : Seen{0, 0};
+// Sets memory.seen for the run at `start`.
+void find_seen(const Attention& args, const Tile& tile, const Shape& shape, size_t start, const Memory& memory) {
+  Seen* seen = memory.seen;
+  for (size_t token = 0; token < tile.num_tokens; ++token) {
+    const size_t stop = tile.position + token + 1;
+    const size_t from = args.window && stop > args.window ? stop - args.window : 0;
+    const size_t begin = larger(from, start), end = smaller(stop, start + RUN);
+    for (size_t head = 0; head < shape.heads_per_kv; ++head) {
+      *seen++ = begin < end ? Seen{begin - start, end - start} : Seen{0, 0};
+    }
+  }
 }
 
 // Masks the scores of a row and returns the largest.
@@ -383,20 +447,16 @@ float mask(float* scores, Seen seen) {
   return largest(highest);
 }
 
-// One run for the rows `first` … `last`-1, all of which see some of it.
-template <bool PAIRS>
-void attend_rows(const Attention& args, const Tile& tile, const Shape& shape, const Memory& memory, const State& state,
-                 size_t start, size_t first, size_t last, const Run& run, const Run* next) {
-  const size_t dim = shape.dim;
-  const size_t begin = (larger(tile.low, start) - start) / GROUP;
-  const size_t end = (smaller(tile.high, start + RUN) - start + GROUP - 1) / GROUP;
-  for (size_t row = first; row < last; row += BLOCK) {
-    scores_of<PAIRS>(smaller(BLOCK, last - row), memory.queries + row * dim, dim, run, next, begin, end,
-                     memory.scores + row * RUN);
-  }
+// One run, its groups begin … end-1, for the rows first … last-1, all of which see some of it.
+template <bool PAIRS, bool AHEAD>
+void attend_rows(size_t dim, const Memory& memory, const State& state, size_t first, size_t last, size_t begin, size_t end,
+                 const Run& run, const Run& next) {
+  const Seen* seen = memory.seen;
+  scores_of<PAIRS, AHEAD>(last - first, memory.queries + first * dim, dim, run, next, begin, end,
+                          memory.scores + first * RUN);
 
   for (size_t row = first; row < last; ++row) {
-    const float highest = mask(memory.scores + row * RUN, seen_by(args, tile, shape, row, start));
+    const float highest = mask(memory.scores + row * RUN, seen[row]);
     memory.new_highest[row] = highest > state.highest[row] ? highest : state.highest[row];
   }
   for (size_t row = first; row < last; row += LANES) {
@@ -404,10 +464,9 @@ void attend_rows(const Attention& args, const Tile& tile, const Shape& shape, co
     store(memory.rescale + row, exp(load(state.highest + row) - new_highest));
   }
   for (size_t row = first; row < last; ++row) {
-    const Seen seen = seen_by(args, tile, shape, row, start);
     const f32x16 highest = broadcast(memory.new_highest[row]), rescale = broadcast(memory.rescale[row]);
     f32x16 sum = load(state.sum + row * LANES) * rescale;
-    for (size_t t = seen.begin / GROUP * GROUP; t < seen.end; t += GROUP) {
+    for (size_t t = seen[row].begin / GROUP * GROUP; t < seen[row].end; t += GROUP) {
       float* group = memory.scores + row * RUN + t;
       const f32x16 weight = exp(load(group) - highest);
       store(group, weight);
@@ -422,24 +481,21 @@ void attend_rows(const Attention& args, const Tile& tile, const Shape& shape, co
   }
 
   // The rows of a block differ in what they see only near their own positions and where the window begins.
-  for (size_t row = first; row < last; row += BLOCK) {
-    const size_t rows = smaller(BLOCK, last - row);
-    const Seen earliest = seen_by(args, tile, shape, row, start);
-    const Seen latest = seen_by(args, tile, shape, row + rows - 1, start);
+  const size_t block = block_of(last - first);
+  for (size_t row = first; row < last; row += block) {
+    const size_t rows = smaller(block, last - row);
+    const Seen earliest = seen[row], latest = seen[row + rows - 1];
     const Seen common = latest.begin < earliest.end ? Seen{latest.begin, earliest.end} : Seen{RUN, RUN};
+    const auto alone = [&](size_t r, size_t from, size_t to) {
+      values_of<PAIRS, false>(1, memory.scores + r * RUN, from, to, dim, run, run, state.values + r * dim);
+    };
     for (size_t r = row; r < row + rows; ++r) {
-      const Seen seen = seen_by(args, tile, shape, r, start);
-      values_of<PAIRS>(1, memory.scores + r * RUN, seen.begin, smaller(seen.end, common.begin), run, nullptr, dim,
-                       state.values + r * dim);
+      alone(r, seen[r].begin, smaller(seen[r].end, common.begin));
     }
-    if (common.begin < common.end) {
-      values_of<PAIRS>(rows, memory.scores + row * RUN, common.begin, common.end, run, next, dim,
-                       state.values + row * dim);
-    }
+    values_of<PAIRS, AHEAD>(rows, memory.scores + row * RUN, common.begin, common.end, dim, run, next,
+                            state.values + row * dim);
     for (size_t r = row; r < row + rows; ++r) {
-      const Seen seen = seen_by(args, tile, shape, r, start);
-      values_of<PAIRS>(1, memory.scores + r * RUN, larger(seen.begin, common.end), seen.end, run, nullptr, dim,
-                       state.values + r * dim);
+      alone(r, larger(seen[r].begin, common.end), seen[r].end);
     }
   }
 }
@@ -455,39 +511,36 @@ void attend_part(const Attention& args, const Tile& tile, const Shape& shape, co
   memset(state.values, 0, rows * shape.dim * sizeof(float));
 
   const size_t part_end = smaller((part + 1) * PART, tile.high);
+  const bool gathers = args.layer.block_size < GROUP;
   size_t start = larger(part * PART, tile.low) / RUN * RUN;
   Run run = locate(args, tile, start, memory);
-  for (; start < part_end; start += RUN) {
-    // Rows that see some of the run: they lie together, because both ends of what a row sees grow with its position.
+  for (;;) {
+    // The rows that see some of the run lie together, because both ends of what a row sees grow with its position.
+    find_seen(args, tile, shape, start, memory);
     size_t first = 0, last = rows;
-    while (first < rows && seen_by(args, tile, shape, first, start).end == 0) {
-      first += shape.heads_per_kv;
+    while (first < rows && memory.seen[first].end == 0) {
+      ++first;
     }
-    while (last > first && seen_by(args, tile, shape, last - 1, start).end == 0) {
-      last -= shape.heads_per_kv;
+    while (last > first && memory.seen[last - 1].end == 0) {
+      --last;
     }
-    const bool gathers = args.layer.block_size < GROUP;
+    const size_t begin = (larger(tile.low, start) - start) / GROUP;
+    const size_t end = (smaller(tile.high, start + RUN) - start + GROUP - 1) / GROUP;
     const bool more = start + RUN < part_end;
+    const Run next = gathers ? run : more ? locate(args, tile, start + RUN, memory) : after(args, tile, part, run, memory);
     if (args.layer.bf16 && last - first > BLOCK) {
-      const size_t begin = (larger(tile.low, start) - start) / GROUP;
-      const size_t end = (smaller(tile.high, start + RUN) - start + GROUP - 1) / GROUP;
-      const Run wide = widen(run, begin, end, shape.dim, memory);
-      attend_rows<false>(args, tile, shape, memory, state, start, first, last, wide, nullptr);
-      if (more) {
-        run = locate(args, tile, start + RUN, memory);
-      }
-      continue;
-    }
-    Run next = run;
-    if (more && !gathers) {
-      next = locate(args, tile, start + RUN, memory);
-    }
-    if (args.layer.bf16) {
-      attend_rows<true>(args, tile, shape, memory, state, start, first, last, run, gathers ? nullptr : &next);
+      const Run wide = widen(run, next, begin, end, shape.dim, memory);
+      attend_rows<false, false>(shape.dim, memory, state, first, last, begin, end, wide, wide);
+    } else if (args.layer.bf16) {
+      attend_rows<true, true>(shape.dim, memory, state, first, last, begin, end, run, next);
     } else {
-      attend_rows<false>(args, tile, shape, memory, state, start, first, last, run, gathers ? nullptr : &next);
+      attend_rows<false, true>(shape.dim, memory, state, first, last, begin, end, run, next);
     }
-    run = more && gathers ? locate(args, tile, start + RUN, memory) : next;
+    if (!more) {
+      return;
+    }
+    start += RUN;
+    run = gathers ? locate(args, tile, start, memory) : next;
   }
 }
 

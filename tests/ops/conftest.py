@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 
 from octavo import _native
+from octavo.ops import cpu
+
+from .paged import MakeOps
 
 VARIANTS = ["generic", "avx2", "avx512", "amx"]
 ROOT = Path(__file__).parents[2]
@@ -46,3 +49,11 @@ def native_variant(request: Any) -> tuple[Any, str]:
     if request.param in _native.variants():
         return _native, request.param
     return request.getfixturevalue("emulated"), request.param
+
+
+@pytest.fixture
+def make_ops(native_variant: tuple[Any, str], monkeypatch: pytest.MonkeyPatch) -> MakeOps:
+    """CpuOps of one variant for a number of threads, 2 unless told."""
+    module, variant = native_variant
+    monkeypatch.setattr(cpu, "_native", module)
+    return lambda num_threads=2: cpu.CpuOps(num_threads, variant)

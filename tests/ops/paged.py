@@ -6,6 +6,7 @@ is computed from different layouts can be compared bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from octavo.ops.api import KVPool, StepInputs
 from octavo.ops.reference import ReferenceOps, from_bf16, kv_views, to_bf16
 
 LAYERS, LAYER = 3, 1
+MakeOps = Callable[..., cpu.CpuOps]
+
 JUNK = {"zero": 0.0, "nan": np.nan, "inf": np.inf, "huge": 1e30}
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.ops.conftest import MakeOps
-from tests.ops.paged import LAYER, Heads, Piece, matrix, step_of
 
 from octavo.ops import cpu
 from octavo.ops.api import Floats
 from octavo.ops.reference import rms_norm
+
+from .paged import LAYER, Heads, MakeOps, Piece, matrix, step_of
 
 
 class Identity:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.ops.conftest import VARIANTS, MakeOps
-from tests.ops.paged import LAYER, Heads, Piece, matrix, native_pool, pages_needed, rows_of, sequence, step_of, stored
 
+from octavo import _native
 from octavo.kv_format import BLOCK_SIZES
 from octavo.ops import cpu
 from octavo.ops.api import KVPool, StepInputs
 from octavo.ops.reference import ReferenceOps, from_bf16, to_bf16
+
+from .paged import LAYER, Heads, MakeOps, Piece, matrix, native_pool, pages_needed, rows_of, sequence, step_of, stored
 
 TOLERANCE = 2e-6
 """Of numbers about 1 … 5: two or three roundings."""
@@ -123,16 +124,15 @@ def test_a_row_has_one_result(make_ops: MakeOps, dtype: str) -> None:
         np.testing.assert_array_equal(run(ops, heads, qkv[row : row + 1], single, 16, True)[0][0], rows[row])
 
 
-def test_variants_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    heads, results = Heads(2, 3, 80, "bf16"), []
+def test_variants_agree(make_ops: MakeOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = Heads(2, 3, 80, "bf16")
     qkv = rows_of(PIECES, [sequence(heads, i, 256) for i in range(2)])
     step = step_of(PIECES, 16, pages_needed(PIECES, 16), np.random.default_rng(0))
-    for module, variant in VARIANTS.values():
-        monkeypatch.setattr(cpu, "_native", module)
-        results.append(run(cpu.CpuOps(2, variant), heads, qkv, step, 16, True))
-    for rows, pool in results[1:]:
-        np.testing.assert_array_equal(rows, results[0][0])
-        np.testing.assert_array_equal(pool.data, results[0][1].data)
+    rows, pool = run(make_ops(), heads, qkv, step, 16, True)
+    monkeypatch.setattr(cpu, "_native", _native)
+    generic_rows, generic_pool = run(cpu.CpuOps(2, "generic"), heads, qkv, step, 16, True)
+    np.testing.assert_array_equal(rows, generic_rows)
+    np.testing.assert_array_equal(pool.data, generic_pool.data)
 
 
 def test_bf16_rounds_to_nearest_even(make_ops: MakeOps) -> None:
