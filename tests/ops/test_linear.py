@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -177,13 +178,18 @@ COUNTS = [1, 2, 3, 4, 5, 15, 16, 17, 33, 100]
 SHAPES = [(1, 32), (16, 64), (17, 96), (48, 576), (576, 576), (192, 1536)]
 
 
+@functools.cache
+def stated(kind: str, outputs: int, inputs: int) -> tuple[Matrix, Any, Any]:
+    """A matrix, rows, and their product."""
+    weight, x = matrix(kind, outputs, inputs), rows(max(COUNTS), inputs)
+    return weight, x, expected(weight, x)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_products_are_those_stated(kernels: Kernels, kind: str, shape: tuple[int, int]) -> None:
-    weight = matrix(kind, *shape)
+    weight, x, want = stated(kind, *shape)
     packed = kernels.pack(weight)
-    x = rows(100, shape[1])
-    want = expected(weight, x)
     for count in COUNTS:
         got = kernels.linear(packed, x[:count])
         assert same_bits(got, want[:count]), f"{count} rows"

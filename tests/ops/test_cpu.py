@@ -1,0 +1,117 @@
+"""The native backend: its choice of variant and threads, how it packs matrices, and what its threads may meet."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from octavo import _native
+from octavo.errors import ConfigError
+from octavo.ops import cpu
+from octavo.ops.api import Quantized
+from octavo.ops.cpu import CpuOps
+
+
+class Stored:
+    """A Q8_0-like matrix, the last row's scale of which f16 cannot hold where `wide`."""
+
+    bits, group = 8, 32
+
+    def __init__(self, outputs: int, inputs: int, wide: bool = False) -> None:
+        rng = np.random.default_rng(0)
+        self.shape = (outputs, inputs)
+        self.codes = rng.integers(-128, 127, self.shape, np.int8, endpoint=True)
+        self.scales = rng.random((outputs, inputs // 32)).astype(np.float16).astype(np.float32)
+        if wide:
+            self.scales[-1, 0] = 0.1
+
+    def quantized(self, start: int, stop: int) -> Quantized:
+        return Quantized(self.codes[start:stop], self.scales[start:stop], None, 32, 8)
+
+    def float32(self, start: int, stop: int) -> Any:
+        return np.repeat(self.scales[start:stop], 32, axis=1) * self.codes[start:stop]
+
+
+def embedded(ops: CpuOps, table: _native.Linear) -> Any:
+    out = _native.Matrix(table.inputs)
+    _native.embed(ops.backend, table, np.arange(table.outputs, dtype=np.int32), out)
+    return out.numpy().copy()
+
+
+def test_a_variant_that_the_machine_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_ISA", "generic")
+    assert CpuOps(1).backend.variant == "generic"
+    monkeypatch.setenv("OCTAVO_ISA", "mmx")
+    with pytest.raises(ConfigError, match=r"this machine runs generic.*, not 'mmx'") as caught:
+        CpuOps(1)
+    assert caught.value.option == "OCTAVO_ISA"
+    monkeypatch.setenv("OCTAVO_ISA", "")
+    assert CpuOps(1).backend.variant == _native.variants()[-1]
+
+
+def test_threads() -> None:
+    assert CpuOps().backend.num_threads == min(_native.available_cores(), cpu.MAX_THREADS)
+    assert CpuOps(3).backend.num_threads == 3
+    for bad in (0, -1, cpu.MAX_THREADS + 1):
+        with pytest.raises(ConfigError, match="num_threads"):
+            CpuOps(bad)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_matrices_are_packed_in_pieces(monkeypatch: pytest.MonkeyPatch, wide: bool) -> None:
+    """Where f16 does not hold the last of many scales, the matrix is packed again."""
+    monkeypatch.setattr(cpu, "PACKED_AT_ONCE", 1)
+    ops = CpuOps(1)
+    stored = Stored(70, 64, wide)
+    assert (embedded(ops, ops.linear([stored])) == stored.float32(0, 70)).all()
+
+
+def test_backends_in_several_python_threads() -> None:
+    stored, results = Stored(100, 64), []
+
+    def work() -> None:
+        ops = CpuOps(2)
+        table = ops.linear([stored])
+        results.extend((embedded(ops, table) == stored.float32(0, 100)).all() for _ in range(50))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 150 and all(results)
+
+
+FORKED = """
+import os, warnings
+import numpy as np
+from octavo import _native
+warnings.simplefilter("ignore")
+backend = _native.Backend("generic", 3)
+table = _native.Linear(backend, 32)
+table.add_segment(40, 16, 0, False, False)
+table.pack_float(0, np.ones((40, 32), np.float32))
+out = _native.Matrix(40)
+x = _native.Matrix(32)
+x.resize(9)
+x.numpy()[:] = 1
+def good():
+    out.resize(0)
+    _native.linear(backend, x, None, 0.0, table, out)
+    return bool((out.numpy() == 32).all())
+assert good()
+child = os.fork()
+if child == 0:
+    os._exit(0 if good() and good() else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert good()
+"""
+
+
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    subprocess.run([sys.executable, "-c", FORKED], check=True, timeout=60)
