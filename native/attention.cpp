@@ -57,9 +57,9 @@ struct Tile {
   size_t low, high;          // low … high-1: the positions that any of them sees
 };
 
-// An unfinished softmax of each row.
+// An unfinished softmax of each row. Vectors of rows may reach LANES - 1 past the last.
 struct State {
-  float* highest;  // [max_rows] the largest score; -inf: nothing seen
+  float* highest;  // [max_rows + LANES] the largest score; -inf: nothing seen
   float* sum;      // [max_rows][LANES] of e^(score - highest), each in its token's lane
   float* values;   // [max_rows][dim] of e^(score - highest) · V
 };
@@ -79,13 +79,13 @@ struct Handover {
 
 struct Memory {
   Handover* handover;
-  float *queries, *scores;           // [max_rows][dim], [max_rows][RUN]
-  float *new_highest, *rescale;      // [max_rows]
-  float *k, *v;                      // a run in float32: [GROUPS][dim][GROUP], [dim / LANES][RUN][LANES]
-  uint32_t *gathered_k, *gathered_v; // a run of small pages, in the order of pages of 16
-  Seen* seen;                        // [max_rows]
+  float *queries, *scores;            // [max_rows][dim], [max_rows][RUN]
+  float *new_highest, *rescale;       // [max_rows + LANES]
+  float *k, *v;                       // a run in float32: [GROUPS][dim][GROUP], [dim / LANES][RUN][LANES]
+  uint32_t *gathered_k, *gathered_v;  // a run of small pages, in the order of pages of 16
+  Seen* seen;                         // [max_rows]
   State whole, part;
-  float* records;                    // states [max_parts + 1]
+  float* records;                     // states [max_parts + 1]
 };
 
 size_t state_floats(const Shape& shape) { return shape.max_rows * (shape.dim + LANES) + (shape.max_rows + LANES); }
@@ -363,7 +363,11 @@ Run locate(const Attention& args, const Tile& tile, size_t start, const Memory& 
       for (size_t word = 0; word < dim / pair; ++word) {
         uint32_t* to = k + word * GROUP + token;
         const uint32_t* from = page_k + word * block;
-        block == 4 ? memcpy(to, from, 4 * sizeof(uint32_t)) : memcpy(to, from, 8 * sizeof(uint32_t));
+        if (block == 4) {
+          memcpy(to, from, 4 * sizeof(uint32_t));
+        } else {
+          memcpy(to, from, 8 * sizeof(uint32_t));
+        }
       }
       memcpy(v + token / pair * dim, v_words(layer, pages[p], tile.kv_head), block / pair * dim * sizeof(uint32_t));
     }
@@ -415,7 +419,7 @@ Run widen(const Run& run, const Run& next, size_t begin, size_t end, size_t dim,
 
 // ── one part ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-const f32x16 nothing_seen() { return broadcast(-__builtin_inff()); }
+f32x16 nothing_seen() { return broadcast(-__builtin_inff()); }
 
 // Sets memory.seen for the run at `start`.
 void find_seen(const Attention& args, const Tile& tile, const Shape& shape, size_t start, const Memory& memory) {
@@ -449,8 +453,8 @@ float mask(float* scores, Seen seen) {
 
 // One run, its groups begin … end-1, for the rows first … last-1, all of which see some of it.
 template <bool PAIRS, bool AHEAD>
-void attend_rows(size_t dim, const Memory& memory, const State& state, size_t first, size_t last, size_t begin, size_t end,
-                 const Run& run, const Run& next) {
+void attend_rows(size_t dim, const Memory& memory, const State& state, size_t first, size_t last, size_t begin,
+                 size_t end, const Run& run, const Run& next) {
   const Seen* seen = memory.seen;
   scores_of<PAIRS, AHEAD>(last - first, memory.queries + first * dim, dim, run, next, begin, end,
                           memory.scores + first * RUN);
@@ -504,7 +508,7 @@ void attend_rows(size_t dim, const Memory& memory, const State& state, size_t fi
 void attend_part(const Attention& args, const Tile& tile, const Shape& shape, const Memory& memory, size_t part,
                  const State& state) {
   const size_t rows = tile.num_tokens * shape.heads_per_kv;
-  for (size_t row = 0; row < rows + LANES; row += LANES) {
+  for (size_t row = 0; row < rows; row += LANES) {
     store(state.highest + row, nothing_seen());
   }
   memset(state.sum, 0, rows * LANES * sizeof(float));
@@ -527,7 +531,9 @@ void attend_part(const Attention& args, const Tile& tile, const Shape& shape, co
     const size_t begin = (larger(tile.low, start) - start) / GROUP;
     const size_t end = (smaller(tile.high, start + RUN) - start + GROUP - 1) / GROUP;
     const bool more = start + RUN < part_end;
-    const Run next = gathers ? run : more ? locate(args, tile, start + RUN, memory) : after(args, tile, part, run, memory);
+    const Run next = gathers ? run
+                     : more  ? locate(args, tile, start + RUN, memory)
+                             : after(args, tile, part, run, memory);
     if (args.layer.bf16 && last - first > BLOCK) {
       const Run wide = widen(run, next, begin, end, shape.dim, memory);
       attend_rows<false, false>(shape.dim, memory, state, first, last, begin, end, wide, wide);

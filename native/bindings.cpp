@@ -272,7 +272,9 @@ class Step {
                 page_start_[0] == 0 && page_start_[slices] == static_cast<int32_t>(pages_.size()),
             "the slices do not cover the rows or the pages");
     for (size_t s = 0; s < slices; ++s) {
-      require(row_start_[s] < row_start_[s + 1] && page_start_[s] <= page_start_[s + 1], "a slice is empty");
+      require(row_start_[s] < row_start_[s + 1] && row_start_[s + 1] <= row_start_[slices] &&
+                  page_start_[s] <= page_start_[s + 1],
+              "a slice is empty");
       const int32_t first = row_start_[s], last = row_start_[s + 1] - 1;
       require(positions_[first] >= 0, "a position is negative");
       for (int32_t row = first; row <= last; ++row) {
@@ -282,14 +284,11 @@ class Step {
     }
   }
 
-  // Checks that the pages exist and reach to the last position of each slice.
-  StepRows rows(const Pages& pages) const {
-    for (size_t s = 0; s < write_start_.size(); ++s) {
-      const size_t last = static_cast<size_t>(positions_[row_start_[s + 1] - 1]);
-      require(static_cast<size_t>(page_start_[s + 1] - page_start_[s]) > last / pages.block_size,
-              "a slice has too few pages");
+  // Once for a pool, checks that the pages exist and reach to the last position of each slice.
+  StepRows rows(const Pages& pages) {
+    if (checked_pages_ != pages.num_pages || checked_block_size_ != pages.block_size) {
+      check(pages);
     }
-    require(all_below(pages_.data(), pages_.size(), pages.num_pages), "a page is out of range");
     return {positions_.data(), row_start_.data(), write_start_.data(), page_start_.data(), pages_.data(),
             write_start_.size()};
   }
@@ -300,8 +299,20 @@ class Step {
  private:
   static std::vector<int32_t> copy(Array<int32_t, 1> source) { return {source.data(), source.data() + source.size()}; }
 
+  void check(const Pages& pages) {
+    for (size_t s = 0; s < write_start_.size(); ++s) {
+      const size_t last = static_cast<size_t>(positions_[row_start_[s + 1] - 1]);
+      require(static_cast<size_t>(page_start_[s + 1] - page_start_[s]) > last / pages.block_size,
+              "a slice has too few pages");
+    }
+    require(all_below(pages_.data(), pages_.size(), pages.num_pages), "a page is out of range");
+    checked_pages_ = pages.num_pages;
+    checked_block_size_ = pages.block_size;
+  }
+
   std::vector<int32_t> positions_, row_start_, write_start_, page_start_, pages_;
   size_t num_positions_ = 0;
+  size_t checked_pages_ = 0, checked_block_size_ = 0;
 };
 
 // Cosines and sines, [num_positions, head_dim / 2].
@@ -331,7 +342,7 @@ void check_qkv(const Matrix& qkv, size_t num_heads, const Pages& pages, const St
 }
 
 void rope_write(Backend& backend, Matrix& qkv, size_t layer, size_t num_heads, Pages& pages, const RopeTable& rope,
-                const Step& step, const Vector* q_norm, const Vector* k_norm, float eps) {
+                Step& step, const Vector* q_norm, const Vector* k_norm, float eps) {
   check_qkv(qkv, num_heads, pages, step);
   require(rope.half * 2 == pages.head_dim && step.num_positions() <= rope.num_positions,
           "a position lies beyond the rope table");
@@ -345,7 +356,7 @@ void rope_write(Backend& backend, Matrix& qkv, size_t layer, size_t num_heads, P
               [&](size_t begin, size_t end) { backend.kernels->rope->rope_write(args, begin, end); });
 }
 
-void attention(Backend& backend, const Matrix& qkv, size_t layer, size_t num_heads, const Pages& pages, const Step& step,
+void attention(Backend& backend, const Matrix& qkv, size_t layer, size_t num_heads, const Pages& pages, Step& step,
                size_t window, Matrix& out) {
   check_qkv(qkv, num_heads, pages, step);
   require(out.columns == num_heads * pages.head_dim, "the output has a wrong width");
