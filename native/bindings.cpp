@@ -76,7 +76,10 @@ struct Vector {
 
 class PackedLinear {
  public:
-  PackedLinear(Backend& backend, size_t inputs) : arena_(backend.arena) { linear_.inputs = inputs; }
+  PackedLinear(Backend& backend, size_t inputs, bool fine) : arena_(backend.arena) {
+    linear_.inputs = inputs;
+    linear_.fine = fine;
+  }
 
   void add_segment(size_t outputs, int bits, size_t group, bool minimum, bool wide) {
     Format format{};
@@ -404,7 +407,7 @@ NB_MODULE(OCTAVO_MODULE, module) {
   nb::class_<Vector>(module, "Vector").def(nb::init<Array<float, 1>>());
 
   nb::class_<PackedLinear>(module, "Linear")
-      .def(nb::init<Backend&, size_t>(), nb::keep_alive<1, 2>())
+      .def(nb::init<Backend&, size_t, bool>(), nb::keep_alive<1, 2>())
       .def("add_segment", &PackedLinear::add_segment)
       .def("drop_segment", &PackedLinear::drop_segment)
       .def("pack_quantized", &PackedLinear::pack_quantized, nb::arg("first"), nb::arg("codes"), nb::arg("scales"),

@@ -31,7 +31,7 @@ using BF16 = float;  // rounded to bf16, kept as float
 #endif
 
 struct Inputs {
-  QuantGroup* quantized;  // [rows][row_groups]
+  QuantGroup* quantized;  // [rows][row_groups]; a fine row is followed by the row of its remainders
   BF16* rounded;          // [rows][row_groups][32]
   size_t stride;          // row_groups
 };
@@ -56,6 +56,16 @@ void quantize(const float* x, size_t groups, QuantGroup* out) {
       out[g].half_offset[half] = -128 * static_cast<int32_t>(sums[half]);
     }
     out[g].offset = out[g].half_offset[0] + out[g].half_offset[1];
+  }
+}
+
+// x minus what its codes stand for; may be in place.
+void remainder(const float* x, size_t groups, const QuantGroup* in, float* out) {
+  for (size_t g = 0; g < groups; ++g, x += GROUP, out += GROUP) {
+    const f32x16 scale = broadcast(-in[g].scale);
+    for (size_t half = 0; half < GROUP; half += LANES) {
+      store(out + half, fma(to_float(load_i8(in[g].codes + half)), scale, load(x + half)));
+    }
   }
 }
 
@@ -532,14 +542,15 @@ constexpr size_t PANEL_BYTES = 512 << 10;  // inputs that stay in a core's secon
 OCTAVO_INLINE size_t up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 
 struct Layout {  // of the scratch memory
-  size_t groups, stride, padded_rows;
+  size_t groups, stride, codes_a_row, padded_rows;
   bool quantized, rounded;
   size_t rounded_at, threads_at, thread_bytes, row_floats, bytes;
 
   Layout(const Linear& linear, size_t rows, int num_threads) {
     groups = up(linear.inputs, GROUP) / GROUP;
     stride = row_groups(groups);
-    padded_rows = up(rows, TILE_ROWS);
+    codes_a_row = linear.fine ? 2 : 1;
+    padded_rows = up(rows * codes_a_row, TILE_ROWS);
     quantized = rounded = false;
     for (size_t i = 0; i < linear.num_segments; ++i) {
       (linear.segments[i].format.codes == Format::BF16 ? rounded : quantized) = true;
@@ -579,11 +590,16 @@ void prepare_row(const Job& job, size_t row, float* padded) {
     memset(padded + n, 0, (job.layout.row_floats - n) * sizeof(float));
     x = padded;
   }
-  if (job.layout.quantized) {
-    quantize(x, job.layout.groups, job.inputs.quantized + row * job.layout.stride);
-  }
   if (job.layout.rounded) {
     round_to_bf16(x, job.layout.groups, job.inputs.rounded + row * job.layout.stride * GROUP);
+  }
+  if (job.layout.quantized) {
+    QuantGroup* out = job.inputs.quantized + row * job.layout.codes_a_row * job.layout.stride;
+    quantize(x, job.layout.groups, out);
+    if (call.linear->fine) {
+      remainder(x, job.layout.groups, out, padded);
+      quantize(padded, job.layout.groups, out + job.layout.stride);
+    }
   }
 }
 
@@ -604,6 +620,16 @@ Place place_of(const Linear& linear, size_t index) {
           left < BLOCK ? left : BLOCK};
 }
 
+// `rows` rows from `first` on times a block; fine inputs have two rows of codes each, whose results are added.
+void multiply(const Job& job, const Place& place, size_t first, int rows, Work& work, float (*y)[LANES]) {
+  const int format = place.segment->format.index();
+  const size_t n = place.segment->format.codes == Format::BF16 ? 1 : job.layout.codes_a_row;
+  BLOCK_KERNELS[format](*place.segment, place.block, job.inputs, first * n, rows * static_cast<int>(n), work, y);
+  for (int r = 0; n == 2 && r < rows; ++r) {
+    store(y[r], load(y[2 * r]) + load(y[2 * r + 1]));
+  }
+}
+
 OCTAVO_INLINE f32x16 result(const Linear& linear, const float* y, size_t column) {
   return linear.bias ? load(y) + load(linear.bias + column) : load(y);
 }
@@ -615,7 +641,8 @@ void product(const Job& job, size_t begin, size_t end, int thread) {
   const bool gate_up = call.epilogue == LinearCall::GATE_UP;
   const size_t out_columns = gate_up ? linear.outputs / 2 : linear.outputs;
   const size_t num_blocks = gate_up ? linear.num_blocks / 2 : linear.num_blocks;
-  const size_t row_bytes = job.layout.stride * sizeof(QuantGroup);
+  const size_t row_bytes = job.layout.stride * sizeof(QuantGroup) * job.layout.codes_a_row;
+  const size_t tile = TILE_ROWS / job.layout.codes_a_row;
   const size_t fit = PANEL_BYTES / row_bytes / TILE_ROWS * TILE_ROWS;
   const size_t panel = fit ? fit : TILE_ROWS;
 
@@ -628,15 +655,13 @@ void product(const Job& job, size_t begin, size_t end, int thread) {
     const size_t panel_end = panel_start + panel < call.rows ? panel_start + panel : call.rows;
     for (size_t b = begin; b < end; ++b) {
       const Place place = place_of(linear, b);
-      const BlockKernel kernel = BLOCK_KERNELS[place.segment->format.index()];
       const Place up_place = place_of(linear, gate_up ? b + num_blocks : b);
-      const BlockKernel up_kernel = BLOCK_KERNELS[up_place.segment->format.index()];
-      for (size_t row = panel_start; row < panel_end; row += TILE_ROWS) {
+      for (size_t row = panel_start; row < panel_end; row += tile) {
         const size_t left = panel_end - row;
-        const int rows = static_cast<int>(left < TILE_ROWS ? left : TILE_ROWS);
-        kernel(*place.segment, place.block, job.inputs, row, rows, work, y);
+        const int rows = static_cast<int>(left < tile ? left : tile);
+        multiply(job, place, row, rows, work, y);
         if (gate_up) {
-          up_kernel(*up_place.segment, up_place.block, job.inputs, row, rows, up_work, up_y);
+          multiply(job, up_place, row, rows, up_work, up_y);
         }
         for (size_t r = 0; r < static_cast<size_t>(rows); ++r) {
           float* out = call.out + (row + r) * out_columns + place.column;

@@ -6,6 +6,8 @@
 //                          For each group, ascending: acc = fma(sum of codes · codes, weight scale · input scale, acc), then,
 //                          where the weights have minimums, acc = fma(minimum, input scale · sum of input codes, acc).
 //                          Sums of codes are exact integers. Weight groups of 16 split a group's sums in two.
+//                          Fine inputs are rounded twice: what the first rounding leaves is a second row of codes, and the
+//                          result is the sum of both rows' results.
 //   bf16 weights           Inputs are rounded to bf16. For every 32 inputs the even-numbered and the odd-numbered products
 //                          are chains of fma from 0; acc += even + odd. (This is what AMX does: TDPBF16PS in Intel's manual.)
 //
@@ -51,6 +53,7 @@ struct Segment {
 // Matrices joined along their outputs.
 struct Linear {
   size_t inputs, outputs, num_blocks;
+  bool fine;  // whether inputs of its 4- and 8-bit weights are fine
   size_t num_segments;
   const Segment* segments;
   const float* bias;  // [outputs + 15] or null

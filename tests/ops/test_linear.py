@@ -138,8 +138,8 @@ class Kernels:
         self.native = native
         self.backend = native.Backend(variant, num_threads)
 
-    def pack(self, *weights: Matrix, bias: Any = None) -> Any:
-        packed = self.native.Linear(self.backend, weights[0].shape[1])
+    def pack(self, *weights: Matrix, bias: Any = None, fine: bool = False) -> Any:
+        packed = self.native.Linear(self.backend, weights[0].shape[1], fine)
         for weight in weights:
             _pack(packed, weight)
         if bias is not None:
@@ -193,6 +193,23 @@ def test_products_are_those_stated(kernels: Kernels, kind: str, shape: tuple[int
     for count in COUNTS:
         got = kernels.linear(packed, x[:count])
         assert same_bits(got, want[:count]), f"{count} rows"
+
+
+@pytest.mark.parametrize(("kind", "inputs"), [("w4m", 576), ("w8", 96), ("w8-16", 48), ("bf16", 48)])
+def test_fine_inputs_are_rounded_twice(kernels: Kernels, kind: str, inputs: int) -> None:
+    weight = matrix(kind, 40, inputs)
+    packed = kernels.pack(weight, fine=True)
+    x = rows(100, inputs)
+    want = expected(weight, x)
+    if weight.bits <= 8:
+        codes, scales = quantize(x)
+        padded = np.pad(x, ((0, 0), (0, -inputs % 32))).reshape(codes.shape)
+        rest = fma(codes.astype(np.float32), -scales, padded).reshape(len(x), -1)[:, :inputs]
+        want = want + expected(weight, np.ascontiguousarray(rest))
+        exact = x.astype(np.float64) @ weight.float32(0, 40).T.astype(np.float64)
+        assert np.abs(want - exact).max() < 2e-4 * np.abs(exact).max()
+    for count in COUNTS:
+        assert same_bits(kernels.linear(packed, x[:count]), want[:count]), f"{count} rows"
 
 
 @pytest.mark.parametrize("kind", ["bf16", "w8-16m"])

@@ -43,10 +43,11 @@ class Decoder:
                 return checkpoint.vector(f"{name}.bias")
             return np.zeros(checkpoint.weight(name).shape[0], np.float32)
 
-        def linear(*names: str) -> Tensor:
+        def linear(*names: str, fine: bool = False) -> Tensor:
             weights: list[Weight] = [checkpoint.weight(name) for name in names]
             biased = any(checkpoint.has(f"{name}.bias") for name in names)
-            return ops.linear(weights, np.concatenate([bias(name) for name in names]) if biased else None)
+            joined = np.concatenate([bias(name) for name in names]) if biased else None
+            return ops.linear(weights, joined, fine=fine)
 
         self.embedding = linear("embed")
         self.layers = [
@@ -58,7 +59,7 @@ class Decoder:
                 linear(f"layers.{i}.o_proj"),
                 vector(f"layers.{i}.ffn_norm"),
                 linear(f"layers.{i}.gate_proj", f"layers.{i}.up_proj"),
-                linear(f"layers.{i}.down_proj"),
+                linear(f"layers.{i}.down_proj", fine=True),  # a product of two activations has the worst outliers
             )
             for i in range(self.config.num_layers)
         ]

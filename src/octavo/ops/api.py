@@ -86,8 +86,11 @@ class Ops(Protocol):
 
     # ── at load ──
 
-    def linear(self, weights: list[Weight], bias: Floats | None = None) -> Tensor:
-        """A projection in the backend's own order; several weights are joined along the outputs (Q, K, V; gate, up)."""
+    def linear(self, weights: list[Weight], bias: Floats | None = None, *, fine: bool = False) -> Tensor:
+        """A projection in the backend's own order; several weights are joined along the outputs (Q, K, V; gate, up).
+
+        `fine` asks a backend that rounds its inputs to keep more of them, at a price: for inputs full of outliers.
+        """
 
     def vector(self, values: Floats) -> Tensor: ...
 

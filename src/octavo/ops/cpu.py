@@ -67,8 +67,8 @@ class CpuOps:
 
     # ── at load ──
 
-    def linear(self, weights: list[Weight], bias: Floats | None = None) -> _native.Linear:
-        packed = _native.Linear(self.backend, weights[0].shape[1])
+    def linear(self, weights: list[Weight], bias: Floats | None = None, *, fine: bool = False) -> _native.Linear:
+        packed = _native.Linear(self.backend, weights[0].shape[1], fine)
         for weight in weights:
             _pack(packed, weight)
         if bias is not None:
