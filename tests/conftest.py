@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy comes: the reference backend has threads of its own
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

@@ -1,15 +1,19 @@
 """The reference backend: every op of `api.py` in plain numpy float32. It is the specification the kernels are held to.
 
-It owns no policy and is written to be read, not to be fast. Matrix products are float32 in blocks of exactly
-`BLOCK_ROWS` rows (the last one padded), because BLAS picks its order of summation by the shape of the product;
-attention goes one row at a time, so that its shapes depend on the row's position alone. Sums of squares are taken in
-float64. So a row's bits depend on its inputs alone, as long as BLAS treats all rows of one block alike. OpenBLAS does
-for 16 rows of large matrices, but not for 12, 24 or 32 rows, nor for small matrices: each matrix is tried when it is
-loaded, and multiplied row by row if its block fails. The native kernels keep that rule by construction.
+It owns no policy and is written to be read, not to be fast. Matrix products are float32 in blocks of a fixed number
+of rows (the last one padded), because BLAS picks its order of summation by the shape of the product; attention goes
+one row at a time, so that its shapes depend on the row's position alone. Sums of squares are taken in float64. So a
+row's bits depend on its inputs alone, as long as BLAS treats all rows of one block alike. OpenBLAS does so for 8 rows
+of large matrices, but not for 12, 24 or 32, nor for small matrices: each matrix is tried when it is loaded, and
+multiplied row by row if its block fails. The native kernels keep that rule by construction.
+
+Blocks are spread over threads here. OPENBLAS_NUM_THREADS=1 is best: BLAS's own threads mostly wait for each other.
 """
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,15 +22,17 @@ from numpy.typing import NDArray
 from octavo.kv_format import ITEM_BYTES, KVFormat
 from octavo.ops.api import Floats, Ints, KVPool, StepInputs, Weight
 
-BLOCK_ROWS = 16
+BLOCK_ROWS = 8
+SMALL_PRODUCT = 10_000_000
+"""Multiplications that are done before another thread has woken up."""
 
 
 class Linear(NamedTuple):
-    """matrix: [num_outputs, num_inputs]; bias: [num_outputs]. in_blocks: whether BLAS treats a block's rows alike."""
+    """matrix: [num_outputs, num_inputs]; bias: [num_outputs]. block_rows: how many rows are multiplied at once."""
 
     matrix: Floats
     bias: Floats | None
-    in_blocks: bool
+    block_rows: int
 
 
 class RopeTable(NamedTuple):
@@ -51,20 +57,6 @@ def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
     """x / sqrt(mean(x²) + eps) · weight, over the last axis (Zhang and Sennrich, 2019)."""
     scale = 1 / np.sqrt(np.mean(np.square(x, dtype=np.float64), axis=-1, keepdims=True) + eps)
     return x * scale.astype(np.float32) * weight
-
-
-def project(x: Floats, weight: Linear) -> Floats:
-    """x · matrixᵀ + bias, [len(x), num_outputs]."""
-    out = np.empty((-(-len(x) // BLOCK_ROWS) * BLOCK_ROWS, len(weight.matrix)), np.float32)
-    if weight.in_blocks:
-        padded = np.zeros((len(out), x.shape[1]), np.float32)
-        padded[: len(x)] = x
-        for row in range(0, len(out), BLOCK_ROWS):
-            np.matmul(padded[row : row + BLOCK_ROWS], weight.matrix.T, out=out[row : row + BLOCK_ROWS])
-    else:
-        for row in range(len(x)):
-            np.matmul(weight.matrix, x[row], out=out[row])
-    return out[: len(x)] if weight.bias is None else out[: len(x)] + weight.bias
 
 
 def rows_agree(matrix: Floats) -> bool:
@@ -97,9 +89,26 @@ class ReferenceOps:
 
     name = "reference"
 
-    def linear(self, weights: list[Weight], bias: Floats | None = None) -> Linear:
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(os.cpu_count())
+
+    def _project(self, x: Floats, weight: Linear) -> Floats:
+        """x · matrixᵀ + bias, [len(x), num_outputs]."""
+        block = weight.block_rows
+        padded = np.zeros((-(-len(x) // block) * block, x.shape[1]), np.float32)
+        padded[: len(x)] = x
+        out = np.empty((len(padded), len(weight.matrix)), np.float32)
+
+        def multiply(row: int) -> None:
+            np.matmul(padded[row : row + block], weight.matrix.T, out=out[row : row + block])
+
+        spread = self._threads.map if len(out) * weight.matrix.size > SMALL_PRODUCT else map
+        list(spread(multiply, range(0, len(out), block)))
+        return out[: len(x)] if weight.bias is None else out[: len(x)] + weight.bias
+
+    def linear(self, weights: list[Weight], bias: Floats | None = None, *, fine: bool = False) -> Linear:
         matrix = np.concatenate([w.float32(0, w.shape[0]) for w in weights])
-        return Linear(matrix, bias, rows_agree(matrix))
+        return Linear(matrix, bias, BLOCK_ROWS if rows_agree(matrix) else 1)
 
     def vector(self, values: Floats) -> Floats:
         return np.array(values, np.float32)
@@ -118,7 +127,7 @@ class ReferenceOps:
         return table.matrix[step.token_ids]
 
     def norm_linear(self, x: Floats, norm: Floats, eps: float, weight: Linear) -> Floats:
-        return project(rms_norm(x, norm, eps), weight)
+        return self._project(rms_norm(x, norm, eps), weight)
 
     def rope_write(
         self,
@@ -174,12 +183,12 @@ class ReferenceOps:
         return out.reshape(len(qkv), -1)
 
     def add_linear(self, x: Floats, inputs: Floats, weight: Linear) -> None:
-        x += project(inputs, weight)
+        x += self._project(inputs, weight)
 
     def norm_gate_up(self, x: Floats, norm: Floats, eps: float, weight: Linear) -> Floats:
-        gate, up = np.split(project(rms_norm(x, norm, eps), weight), 2, axis=-1)
+        gate, up = np.split(self._project(rms_norm(x, norm, eps), weight), 2, axis=-1)
         with np.errstate(over="ignore"):  # exp(-gate) = inf gives the right limit, -0
             return gate / (1 + np.exp(-gate)) * up
 
     def logits(self, x: Floats, rows: Ints, norm: Floats, eps: float, weight: Linear) -> Floats:
-        return project(rms_norm(x[rows], norm, eps), weight)
+        return self._project(rms_norm(x[rows], norm, eps), weight)
