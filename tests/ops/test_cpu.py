@@ -93,7 +93,7 @@ import numpy as np
 from octavo import _native
 warnings.simplefilter("ignore")
 backend = _native.Backend("generic", 3)
-table = _native.Linear(backend, 32)
+table = _native.Linear(backend, 32, False)
 table.add_segment(40, 16, 0, False, False)
 table.pack_float(0, np.ones((40, 32), np.float32))
 out = _native.Matrix(40)
