@@ -173,7 +173,7 @@ def test_with_rubbish_in_unused_slots(
     with LLM(model_path, kv_cache_memory_bytes=2**26, max_model_len=1024) as llm:
         runner = llm._engine.core._executor
         assert isinstance(runner, ModelRunner)
-        runner._store.pool.data[:] = fill
+        runner._store.pool.data.numpy()[:] = fill
         assert same(llm.generate(PROMPTS, params), alone, params, PROMPTS)
 
 
