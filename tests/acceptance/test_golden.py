@@ -67,6 +67,7 @@ def test_the_golden_answers(llm: LLM, shared: Path) -> None:
     assert prompt_drift <= 2 * bound.drift  # unlikely tokens drift more than likely ones
 
 
+@pytest.mark.timeout(900)  # the reference takes its time
 @pytest.mark.parametrize("text", ["us-constitution", "us-declaration"])
 def test_perplexity(llm: LLM, shared: Path, text: str) -> None:
     right = golden(shared, "smollm2-135m-q4_1-perplexity.json")[text]

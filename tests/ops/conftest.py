@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader
@@ -27,9 +28,12 @@ def emulated() -> Any:
         pytest.skip("the emulation of AVX-512 and AMX needs AVX2")
     build = ROOT / "build" / "emulated"
     options = ["-DOCTAVO_EMULATE=ON", f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_BUILD_TYPE=Release"]
+    build.mkdir(parents=True, exist_ok=True)
     try:
-        subprocess.run(["cmake", "-S", ROOT, "-B", build, *options], check=True, capture_output=True, text=True)
-        subprocess.run(["cmake", "--build", build, "--parallel", "2"], check=True, capture_output=True, text=True)
+        with (build / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # test processes side by side build it once
+            subprocess.run(["cmake", "-S", ROOT, "-B", build, *options], check=True, capture_output=True, text=True)
+            subprocess.run(["cmake", "--build", build, "--parallel", "2"], check=True, capture_output=True, text=True)
     except FileNotFoundError:
         pytest.skip("the emulation of AVX-512 and AMX is built with cmake, which is not installed")
     except subprocess.CalledProcessError as error:
