@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test lint format docs build clean help
+.PHONY: demo test lint format docs build peers clean help
 .DEFAULT_GOAL := help
 
 VENV := .venv
@@ -36,6 +36,11 @@ docs: $(VENV)/built ## write the help texts into docs/cli.md
 	  done; } > docs/cli.md
 
 build: $(VENV)/built ## install the package, editable, with its native kernels
+
+peers: $(VENV)/built ## run Octavo and OpenVINO GenAI in turn on the same workloads, and print the ratios
+	@test -x .venv-peers/bin/python || $(BIN)/python -m venv .venv-peers
+	@.venv-peers/bin/python -m pip install -qq --disable-pip-version-check --no-input openvino-genai
+	@$(BIN)/python bench/peers/compare.py
 
 clean: ## remove everything that make made
 	rm -rf $(VENV) build dist src/octavo/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -13,7 +13,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext, suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -268,6 +269,58 @@ def pull(model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL
     else:
         for name, entry in MODELS.items():
             screen.print(f"{name}  {entry.description}")
+
+
+bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure this engine on this machine.")
+app.add_typer(bench, name="bench")
+
+
+class WorkloadName(StrEnum):
+    """The names in octavo.bench.workloads, for --help."""
+
+    mixed = "mixed"
+    uniform = "uniform"
+    prefix = "prefix"
+    single = "single"
+    long = "long"
+
+
+@bench.command()
+@takes(max_num_seqs=32)
+def throughput(
+    model: Model,
+    workload: Annotated[WorkloadName, typer.Option(help="What to serve.")] = WorkloadName.mixed,
+    requests: Annotated[int | None, typer.Option(min=1, help="How many; the default is the workload's own.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    *,
+    engine: EngineConfig,
+) -> None:
+    """Serve a workload of random tokens offline and print how fast that went.
+
+    --seed decides the tokens; the lengths and everything else are the workload's.
+    """
+    from octavo.bench.throughput import machine, measure
+    from octavo.bench.workloads import WORKLOADS
+
+    work = WORKLOADS[workload.value]
+    if work.at_once is not None:
+        engine = replace(engine, max_num_seqs=work.at_once)
+    figures = {"machine": machine(), "model": model, "engine": asdict(engine)}
+    with _load(model, engine) as llm, aside.status(f"Serving {workload.value}"):
+        figures |= measure(llm, work, requests or work.num_requests, engine.seed)
+    if json_file is not None:
+        json_file.write_text(json.dumps(figures, indent=1) + "\n")
+    first, gap = figures["time_to_first_token_s"], figures["inter_token_s"]
+    for name, value in (
+        ("workload", f"{workload.value}: {work.about}; {figures['num_requests']} requests"),
+        ("output", f"{figures['output_tokens_per_s']:.1f} tokens/s ({figures['output_tokens']:,} tokens)"),
+        ("total", f"{figures['total_tokens_per_s']:.1f} tokens/s, prompts included"),
+        ("first token", f"median {first['median']:.3f} s, p99 {first['p99']:.3f} s after the start"),
+        ("inter-token", f"median {1e3 * gap['median']:.1f} ms, p99 {1e3 * gap['p99']:.1f} ms" if gap else "–"),
+        ("steps", f"{figures['num_steps']:,}, {1e3 * figures['step_s']:.1f} ms each on average"),
+        ("cache", f"{figures['cached_tokens']:,} of {figures['prompt_tokens']:,} prompt tokens were found in it"),
+    ):
+        screen.print(f"{name:<12} {value}")
 
 
 # ── what they are made of ─────────────────────────────────────────────────────────────────────────────────────────

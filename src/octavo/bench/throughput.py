@@ -1,0 +1,82 @@
+"""Offline throughput of a workload: tokens a second, latencies, and the work a step had to do.
+
+Owns the clock and the report; the engine is used as anyone would use it, through `LLM`.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from octavo.bench.workloads import Workload
+from octavo.engine.llm import LLM
+from octavo.types import SamplingParams
+
+
+def measure(llm: LLM, workload: Workload, num_requests: int, seed: int) -> dict[str, Any]:
+    """Run the workload once, after a warm-up that shares no prompt with it. Times in seconds, rates in tokens a second.
+
+    time_to_first_token counts from the start of the run: all requests are queued at once. inter_token is the time
+    between two events of one answer, divided by the tokens that came.
+    """
+    chance = random.Random(seed)
+    work = workload.make(num_requests, llm.model.vocab_size, chance)
+    warm_up = workload.make(min(4, num_requests), llm.model.vocab_size, random.Random(seed + 1_000_003))
+    llm.generate([one.prompt for one in warm_up], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+
+    before, first, latest, gaps = llm.stats(), {}, {}, []  # type: ignore[var-annotated]
+    params = [SamplingParams(temperature=0, max_tokens=one.max_tokens, ignore_eos=True) for one in work]
+    start = time.perf_counter()
+    for event in llm.stream([one.prompt for one in work], params):
+        if not event.token_ids:
+            continue
+        now = time.perf_counter()
+        if event.prompt_index in latest:
+            gaps.append((now - latest[event.prompt_index]) / len(event.token_ids))
+        else:
+            first[event.prompt_index] = now - start
+        latest[event.prompt_index] = now
+    seconds = time.perf_counter() - start
+
+    after = llm.stats()
+    num_in, num_out = sum(len(one.prompt) for one in work), sum(one.max_tokens for one in work)
+    computed, steps = (after[name] - before[name] for name in ("computed_tokens", "num_steps"))
+    return {
+        "workload": workload.name,
+        "num_requests": num_requests,
+        "prompt_tokens": num_in,
+        "output_tokens": num_out,
+        "seconds": seconds,
+        "output_tokens_per_s": num_out / seconds,
+        "total_tokens_per_s": (num_in + num_out) / seconds,
+        "computed_tokens_per_s": computed / seconds,
+        "num_steps": steps,
+        "step_s": seconds / steps,
+        "time_to_first_token_s": _spread(list(first.values())),
+        "inter_token_s": _spread(gaps),
+        "cached_tokens": after["hit_tokens"] - before["hit_tokens"],
+        "num_preemptions": after["num_preemptions"] - before["num_preemptions"],
+    }
+
+
+def _spread(values: list[float]) -> dict[str, float] | None:
+    if len(values) < 2:
+        return {"median": values[0], "p99": values[0]} if values else None
+    return {"median": statistics.median(values), "p99": statistics.quantiles(values, n=100, method="inclusive")[98]}
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were taken on: they mean nothing without it."""
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return {
+        "processor": names[0] if names else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "load_before": round(os.getloadavg()[0], 2),
+    }

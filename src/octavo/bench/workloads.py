@@ -1,0 +1,65 @@
+"""The workloads that engines are compared on: random tokens of given lengths, the same for everyone.
+
+Owns lengths and tokens; knows no engine. Prompts are token ids, so that no tokenizer decides a length.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+FIRST_TOKEN = 100
+"""Lower ids are often control tokens, which some engines treat as text and some do not."""
+
+
+class Work(NamedTuple):
+    """One request: its prompt and how many tokens to answer, the end of text ignored."""
+
+    prompt: list[int]
+    max_tokens: int
+
+
+class Workload(NamedTuple):
+    """Requests in order of arrival, all queued at once. `at_once`: how many may run together, None as many as fit."""
+
+    name: str
+    about: str
+    make: Callable[[int, int, random.Random], list[Work]]
+    num_requests: int = 64
+    at_once: int | None = None
+
+
+def _tokens(chance: random.Random, vocab_size: int, count: int) -> list[int]:
+    return [chance.randrange(FIRST_TOKEN, vocab_size) for _ in range(count)]
+
+
+def _log_normal(chance: random.Random, mean: float, low: int, high: int, sigma: float = 0.9) -> int:
+    mu = math.log(mean) - sigma**2 / 2  # of the mean before clipping
+    return min(max(round(chance.lognormvariate(mu, sigma)), low), high)
+
+
+def _mixed(num_requests: int, vocab_size: int, chance: random.Random) -> list[Work]:
+    lengths = [(_log_normal(chance, 161, 4, 1024), _log_normal(chance, 180, 4, 512)) for _ in range(num_requests)]
+    return [Work(_tokens(chance, vocab_size, prompt), answer) for prompt, answer in lengths]
+
+
+def _fixed(prompt: int, answer: int, shared: int = 0) -> Callable[[int, int, random.Random], list[Work]]:
+    def make(num_requests: int, vocab_size: int, chance: random.Random) -> list[Work]:
+        common = _tokens(chance, vocab_size, shared)
+        return [Work(common + _tokens(chance, vocab_size, prompt), answer) for _ in range(num_requests)]
+
+    return make
+
+
+WORKLOADS = {
+    work.name: work
+    for work in (
+        Workload("mixed", "log-normal lengths, means 161 in and 180 out", _mixed),
+        Workload("uniform", "128 in, 128 out", _fixed(128, 128)),
+        Workload("prefix", "512 shared and 32 own in, 64 out", _fixed(32, 64, shared=512)),
+        Workload("single", "mixed requests one at a time", _mixed, num_requests=8, at_once=1),
+        Workload("long", "1,536 in, 64 out", _fixed(1536, 64)),
+    )
+}
