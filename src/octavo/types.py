@@ -40,6 +40,8 @@ class Guide:
             raise InvalidRequest("guide", f"kind must be one of {get_args(GuideKind)}, got {_short(self.kind)}")
         if not isinstance(self.spec, str) or (self.kind == "json_object") != (self.spec == ""):
             raise InvalidRequest("guide", f"a {self.kind} guide cannot be {_short(self.spec)}")
+        if not self.spec.isascii() and any("\ud800" <= char <= "\udfff" for char in self.spec):
+            raise InvalidRequest("guide", "is not valid Unicode text")
         if len(self.spec) > MAX_GUIDE_CHARS:
             raise InvalidRequest("guide", f"has {len(self.spec)} characters, and the limit is {MAX_GUIDE_CHARS}")
 
@@ -161,7 +163,7 @@ class Request:
     """One prompt to be continued.
 
     `identity` names whose prefix-cache root the prompt may share (tenant, adapter, salt); requests of different
-    identities never share a page. Lower `priority` is served first.
+    identities never share a page. Where the engine's scheduling_policy is "priority", lower values are served first.
     """
 
     request_id: str
