@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 import sys
 import time
@@ -27,6 +28,7 @@ from octavo.errors import ConfigError, InvalidRequest, OctavoError
 from octavo.types import SamplingParams
 
 if TYPE_CHECKING:
+    from octavo.client import Delta, RemoteChat
     from octavo.engine.llm import LLM, StreamEvent
 
 app = typer.Typer(
@@ -79,7 +81,7 @@ def takes(*, without: tuple[str, ...] = (), **defaults: Any) -> Callable[[Callab
         configs = {p.name: p.annotation for p in own if p.annotation in (EngineConfig, SamplingParams)}
         parameters = {p.name: p for p in own if p.name not in configs}
         taken = {
-            name: [field.name for field in fields(config) if field.name not in without]
+            name: [field.name for field in fields(config) if field.name not in (*without, *NO_OPTIONS)]
             for name, config in configs.items()
         }
         for name, config in configs.items():
@@ -126,6 +128,7 @@ def _option(config: type, name: str, defaults: dict[str, Any]) -> inspect.Parame
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
+NO_OPTIONS = ("guide",)
 LISTS = {"stop": list[str], "stop_token_ids": list[int], "logit_bias": list[str]}
 METAVARS = {"stop": "TEXT", "stop_token_ids": "TOKEN", "logit_bias": "TOKEN=BIAS"}
 
@@ -225,8 +228,9 @@ CHAT_HELP = "/reset begins anew, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
 @app.command()
 @takes(temperature=0.7, top_p=0.9, max_tokens=512, seed=0, without=ONE_ANSWER)
 def chat(
-    model: Model,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
     system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    url: Annotated[str | None, typer.Option(metavar="URL", help="Talk to this OpenAI-compatible server.")] = None,
     *,
     sampling: SamplingParams,
     engine: EngineConfig,
@@ -235,10 +239,13 @@ def chat(
 
     Each turn computes only what is new: the conversation so far is found in the cache. Ctrl-C stops an answer, Ctrl-D
     leaves. Lines of a pipe are taken as turns.
+
+    With --url no model is loaded; MODEL is then a name that the server knows, or its first one, and OPENAI_API_KEY in
+    the environment its key.
     """
     start = [{"role": "system", "content": system}] if system is not None else []
     messages = list(start)
-    with _load(model, engine) as llm:
+    with _remote(url, model, engine) if url is not None else _load(model, engine) as llm:
         if sys.stdin.isatty():
             aside.print(CHAT_HELP, style="dim")
         for line in _lines():
@@ -283,7 +290,18 @@ def _fetch(model: str) -> Path:
         return resolve(model, progress=lambda done, total: bar.update(task, completed=done, total=total, visible=True))
 
 
-def _load(model: str, config: EngineConfig) -> LLM:
+def _remote(url: str, model: str | None, config: EngineConfig) -> RemoteChat:
+    from octavo.client import RemoteChat
+
+    for knob in fields(EngineConfig):
+        if knob.name != "seed" and getattr(config, knob.name) != knob.default:
+            raise ConfigError(knob.name, "is an option of the engine, and with --url that is the server's")
+    return RemoteChat(url, model, os.environ.get("OPENAI_API_KEY"))
+
+
+def _load(model: str | None, config: EngineConfig) -> LLM:
+    if model is None:
+        raise InvalidRequest("model", "name one, or a server with --url")
     path = _fetch(model)
     with aside.status(f"Loading {model}") if aside.is_terminal else nullcontext():
         from octavo.engine.llm import LLM  # takes a moment: numpy, tokenizers, the native kernels
@@ -327,15 +345,14 @@ def _lines() -> Iterator[str]:
                 yield line
 
 
-def _show(llm: LLM, events: Iterator[StreamEvent]) -> tuple[str, bool]:
+def _show(llm: LLM | RemoteChat, events: Iterator[StreamEvent | Delta]) -> tuple[str, bool]:
     """Print an answer as it comes. Returns its text, and whether it is whole: Ctrl-C ends it early."""
     before, start, first_s = llm.stats(), time.monotonic(), 0.0
-    text, num_tokens, whole = "", 0, True
+    text, whole = "", True
     with closing(events):  # type: ignore[type-var]  # a generator
         try:
             for event in events:
                 first_s = first_s or time.monotonic() - start
-                num_tokens += len(event.token_ids)
                 text += event.text
                 sys.stdout.write(event.text)
                 sys.stdout.flush()
@@ -345,7 +362,8 @@ def _show(llm: LLM, events: Iterator[StreamEvent]) -> tuple[str, bool]:
     sys.stdout.flush()
     if aside.is_terminal:
         after = llm.stats()
-        hits, queried = (after[key] - before[key] for key in ("hit_tokens", "queried_tokens"))
+        counts = ("generation_tokens", "hit_tokens", "queried_tokens")
+        num_tokens, hits, queried = (after[key] - before[key] for key in counts)
         rate = max(num_tokens - 1, 0) / max(time.monotonic() - start - first_s, 1e-9)
         aside.print(
             f"{num_tokens} tokens, {rate:.0f}/s, the first after {first_s:.2f} s; "
