@@ -14,7 +14,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -23,10 +23,12 @@ from prometheus_client.registry import Collector
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from octavo.engine.async_llm import EngineStats
+    from octavo.engine.async_llm import AsyncLLM
+    from octavo.engine.process import EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 End = Literal["stop", "length", "abort", "error"]
+ENDS = ("stop", "length", "abort", "error")
 
 FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
@@ -92,12 +94,36 @@ class Metrics:
         self.longest_answer = Histogram(lengths)
         self.max_tokens = Histogram(lengths)
         self.n = Histogram(CHOICES)
-        self.ends: dict[str, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+        self.step_tokens = Histogram(STEP_TOKENS)
         self.prompt_tokens = 0
         self.responses: dict[int, int] = {}
         self._registry = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self._registry)
         self._registry.register(_Page(self, namespace, model_name, engine_stats, cache_config))
+
+    @classmethod
+    def of(cls, llm: AsyncLLM, namespace: str, model_name: str) -> Self:
+        """Metrics of a running engine."""
+        stats, config = llm.stats(), llm.config
+        tokens = stats.num_pages * config.block_size
+        self = cls(
+            namespace,
+            model_name,
+            llm.max_model_len,
+            llm.stats,
+            {
+                "block_size": config.block_size,
+                "cache_dtype": config.kv_cache_dtype,
+                "enable_prefix_caching": config.enable_prefix_caching,
+                "num_gpu_blocks": stats.num_pages,
+                "num_cpu_blocks": 0,
+                "kv_cache_memory_bytes": stats.num_pages * stats.page_bytes,
+                "kv_cache_size_tokens": tokens,
+                "kv_cache_max_concurrency": tokens / llm.max_model_len,
+            },
+        )
+        llm.on_step = self.step_tokens.observe
+        return self
 
     def request_started(
         self, num_prompt_tokens: int, n: int, max_tokens: int | None, arrived: float | None = None
@@ -117,7 +143,8 @@ class Metrics:
 class RequestMetrics:
     """One prompt on its way: `tokens` with each news of a choice, `finished` at each choice's end, `close` always.
 
-    Aborts and errors count as ends, without latencies: an abandoned request says nothing about how long one takes.
+    An end by "abort" or "error" gives no latencies: an abandoned request says nothing about how long one takes. How
+    often they happen is counted where requests end, in AsyncLLM.
     """
 
     __slots__ = ("_arrived", "_choices", "_longest", "_max_tokens", "_metrics", "_num_open", "_num_prompt_tokens")
@@ -154,7 +181,6 @@ class RequestMetrics:
         if choice.done:
             return
         choice.done = True
-        metrics.ends[reason] += 1
         self._num_open -= 1
         if reason in ("stop", "length") and choice.num_tokens:
             decode_s = choice.last - choice.first
@@ -228,11 +254,13 @@ class _Page(Collector):
             "prefix_cache_resumed_tokens", "Tokens found again after a preemption; no hits.", stats.resumed_tokens
         )
         yield self._counter("kv_pages_evicted", "Cached pages given to somebody else.", stats.pages_evicted)
-        yield self._counter("request_success", "Ended requests by reason.", seen.ends, "finished_reason")
+        ends = {reason: stats.finished.get(reason, 0) for reason in ENDS}
+        yield self._counter("request_success", "Ended requests by reason.", ends, "finished_reason")
         yield self._counter(
             "http_responses", "HTTP responses by status code.", {str(k): v for k, v in seen.responses.items()}, "code"
         )
 
+        yield self._histogram("iteration_tokens_total", "Tokens computed in a step.", seen.step_tokens)
         yield self._histogram("time_to_first_token_seconds", "From arrival to the first token.", seen.first_token_s)
         yield self._histogram("inter_token_latency_seconds", "Between two tokens of a choice.", seen.token_s)
         yield self._histogram(
