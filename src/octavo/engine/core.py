@@ -37,7 +37,7 @@ class EngineCore:
 
     def check(self, request: Request) -> None:
         """Raise what `add` would raise about this request, apart from an id in use, and queue nothing."""
-        self.scheduler.check(request)
+        self.scheduler.limits.check(request)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequest, or RequestTooLarge if it could never be served."""
