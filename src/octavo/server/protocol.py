@@ -286,12 +286,13 @@ class CompletionRequest(GenerationRequest, kw_only=True):
             return [self.prompt]
         if not self.prompt:
             raise APIError(400, "prompt: is empty", param="prompt", code="invalid_value")
-        kind = type(self.prompt[0])
+        if all(isinstance(item, int) for item in self.prompt):
+            return [self.prompt]  # type: ignore[list-item]
         for position, item in enumerate(self.prompt):
-            if type(item) is not kind:
-                message = f"prompt[{position}]: all items must be texts, all token ids, or all lists of token ids"
+            if isinstance(item, int):
+                message = f"prompt[{position}]: a number among texts or lists; token ids stand in a list of their own"
                 raise APIError(400, message, param="prompt", code="invalid_type")
-        return [self.prompt] if kind is int else self.prompt  # type: ignore[return-value,list-item]
+        return self.prompt  # type: ignore[return-value]
 
 
 class ChatRequest(GenerationRequest, kw_only=True):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
-import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    import ssl
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,8 @@ class ServerConfig:
         """For HTTPS; None for HTTP. Raises ConfigError."""
         if self.ssl_certfile is None:
             return None
+        import ssl  # takes a moment, which the other commands need not wait
+
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
             context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password=lambda: b"")
