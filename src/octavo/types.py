@@ -19,7 +19,7 @@ GuideKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
 MAX_SEED = 2**64 - 1
 MAX_CHOICES = 1024
 MAX_LOGPROBS = 1024
-MAX_GUIDE_CHARS = 1 << 17
+MAX_GUIDE_CHARS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)

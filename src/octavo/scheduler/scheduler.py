@@ -304,18 +304,22 @@ class Scheduler:
         if len(sampled) > 1:
             choices += [self._fork(sequence, index, sequence.draws[index].seed) for index in range(1, len(sampled))]
             sequence.draws = sequence.draws[:1]
-        group = sequence.group
+        group, params = sequence.group, sequence.group.request.params
         request_id, num_cached = group.request.request_id, group.num_cached_tokens or 0
         for choice, token in zip(choices, sampled, strict=True):
-            choice.token_ids.append(token.token_id)
+            news = (token,) if token.token_id >= 0 else ()
+            choice.token_ids.extend(drawn.token_id for drawn in news)
             generated = choice.num_generated
             reason: FinishReason | None = None
-            if token.token_id in group.stop_token_ids and generated > group.request.params.min_tokens:
+            if not news:
+                reason = "abort"
+            elif token.token_id in group.stop_token_ids and generated > params.min_tokens:
                 reason = "stop"
+            elif params.guide is not None and token.token_id in self._eos_token_ids:
+                reason = "stop"  # nothing else could follow
             elif generated >= group.max_tokens:
                 reason = "length"
             scores = group.prompt_logprobs if generated == 1 and choice.index == 0 and group.wants_scores else None
-            news = (token,)
             outputs.append(Output(request_id, choice.index, news, reason, num_cached, choice.num_preemptions, scores))
             if reason is not None:
                 self._end(choice)
