@@ -24,6 +24,7 @@ from typing import Self
 import msgspec
 
 from octavo.config import EngineConfig, ModelConfig
+from octavo.engine.guide import Guides
 from octavo.engine.process import (
     COUNTERS,
     Abort,
@@ -37,7 +38,6 @@ from octavo.engine.process import (
     Frames,
     Launch,
     Logged,
-    Message,
     Ready,
     Refused,
     Reply,
@@ -88,7 +88,9 @@ class RequestStream:
         return self.request.request_id
 
     def finish(self, index: int) -> None:
-        """End one choice early: no more is heard of it."""
+        """End one choice early, once there was news of it: no more is heard of it."""
+        if self.first_token_at is None:  # its choices are still one sequence
+            raise ValueError(f"choice {index} of request {self.request_id} has not begun")
         self._news = deque(output for output in self._news if output.index != index)
         if index in self._open:
             self._owner._finish(self, index)
@@ -141,6 +143,7 @@ class AsyncLLM:
         self.model: ModelConfig
         self.tokenizer: Tokenizer
         self.limits: Limits
+        self._guides: Guides
         self._path = model_path
         self._max_queued = max_queued_requests
         self._on_fatal = on_fatal
@@ -173,12 +176,14 @@ class AsyncLLM:
             checkpoint = await asyncio.to_thread(open_checkpoint, model_path)
             self.model = checkpoint.config
             self.tokenizer = await asyncio.to_thread(checkpoint.tokenizer)
+            self._guides = Guides(self.tokenizer, self.model.vocab_size)
         except BaseException:
+            child.cancel()
             await asyncio.wait([child])
-            if child.exception() is None:
-                await child.result().end()
+            if not child.cancelled() and child.exception() is None:
+                await child.result().end(kill=True)
             raise
-        await self._install(await child)
+        self._install(await child)
         return self
 
     @property
@@ -217,19 +222,24 @@ class AsyncLLM:
         Raises InvalidRequest, RequestTooLarge, Overloaded, EngineDead.
         """
         self.limits.check(request)
+        if request.params.guide is not None:  # compiled here first, so that a bad one never gets into a step
+            await asyncio.wrap_future(self._guides.check_soon(request.params.guide))
+        await self._up.wait()
+        if self._ended is not None:
+            raise EngineDead(self._ended)
         if request.request_id in self._streams:
             raise InvalidRequest("request_id", f"{request.request_id!r} is in use")
         if self._max_queued is not None and self.num_queued >= self._max_queued:
             raise Overloaded(f"{self._max_queued} requests are queued already (max_queued_requests)")
-        if self._ended is None:
-            await self._up.wait()
-        if self._ended is not None:
-            raise EngineDead(self._ended)
+        prompt = array("i", request.prompt_token_ids).tobytes()
+        try:
+            frame = framed(Add(request.request_id, prompt, request.params, request.identity, request.priority))
+        except UnicodeEncodeError:
+            raise InvalidRequest("request", "holds half a surrogate pair, which is no character") from None
         stream = RequestStream(self, request)
         self._streams[request.request_id] = stream
         self._idle.clear()
-        prompt = array("i", request.prompt_token_ids).tobytes()
-        self._child.send(Add(request.request_id, prompt, request.params, request.identity, request.priority))
+        self._child.send(frame)
         try:
             await stream._accepted
         except asyncio.CancelledError:
@@ -244,12 +254,13 @@ class AsyncLLM:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         cut = list(self._streams.values())
         for stream in cut:
-            self._child.send(Abort(stream.request_id))
+            self._child.send(framed(Abort(stream.request_id)))
         self._fail_all("the engine is shutting down and the request took too long")
         return len(cut)
 
     async def close(self) -> None:
         """Fail what is open and end the child; it audits its pages first. May be called again."""
+        self._child.on_death = None
         self._end("the engine is closed")
         self._fail_all("the engine is closed")
         for task in list(self._tasks):
@@ -260,11 +271,11 @@ class AsyncLLM:
     # ── called by streams ──
 
     def _finish(self, stream: RequestStream, index: int) -> None:
-        self._child.send(Finish(stream.request_id, index))
+        self._child.send(framed(Finish(stream.request_id, index)))
         self._close_choice(stream, index, "stop")
 
     def _abort(self, stream: RequestStream) -> None:
-        self._child.send(Abort(stream.request_id))
+        self._child.send(framed(Abort(stream.request_id)))
         self._drop(stream, "abort")
 
     # ── called by the child ──
@@ -331,7 +342,7 @@ class AsyncLLM:
 
     # ── the child's life ──
 
-    async def _install(self, child: _Child) -> None:
+    def _install(self, child: _Child) -> None:
         self._child = child
         self.limits, self._stats = child.ready.limits, child.ready.stats
         child.on_death = self._died
@@ -339,8 +350,6 @@ class AsyncLLM:
 
     def _died(self, cause: str) -> None:
         """The child is gone without having been told to go."""
-        if self._ended == "the engine is closed":
-            return
         self._up.clear()
         _log.error("the engine died with %d requests open: %s", len(self._streams), cause)
         sums = {name: getattr(self._before, name) + getattr(self._stats, name) for name in COUNTERS}
@@ -356,7 +365,7 @@ class AsyncLLM:
 
     async def _restart(self) -> None:
         try:
-            await self._install(await _Child.start(self))
+            self._install(await _Child.start(self))
         except Exception as error:
             self._fatal(f"it could not be started again: {error}")
         else:
@@ -394,6 +403,7 @@ class _Child(asyncio.Protocol):
         self = cls(owner)
         ours, theirs = socket.socketpair()
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        self._transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", PROGRAM, str(theirs.fileno())],
@@ -401,9 +411,8 @@ class _Child(asyncio.Protocol):
                 pass_fds=[theirs.fileno()],
                 env=os.environ | {"PYTHONPATH": path},
             )
-        self._transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
         self._gone = asyncio.create_task(self._watch())
-        self.send(Launch(str(owner._path), owner.config))
+        self.send(framed(Launch(str(owner._path), owner.config)))
         try:
             await self._started
         except BaseException:
@@ -411,10 +420,10 @@ class _Child(asyncio.Protocol):
             raise
         return self
 
-    def send(self, message: Message) -> None:
+    def send(self, frame: bytes) -> None:
         """Send a message, without waiting; to a child that is gone, nothing."""
         if not self._transport.is_closing():
-            self._transport.write(framed(message))
+            self._transport.write(frame)
 
     async def end(self, *, kill: bool = False) -> None:
         """Have the child exit, and wait until it has."""
@@ -422,7 +431,7 @@ class _Child(asyncio.Protocol):
         if kill:
             self._process.kill()
         else:
-            self.send(Stop())
+            self.send(framed(Stop()))
         try:
             await asyncio.wait_for(asyncio.shield(self._gone), CLOSE_S)
         except TimeoutError:

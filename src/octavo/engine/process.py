@@ -23,6 +23,7 @@ import threading
 import time
 import traceback
 from array import array
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -239,14 +240,17 @@ class Channel:
         self._socket = sock
         self._frames = Frames()
         self._decoder = msgspec.msgpack.Decoder(Command)
+        self._queue: deque[bytes] = deque()  # any thread may log
         self._unsent = bytearray()
 
     def send(self, message: Message) -> None:
-        """Add a message to what `flush` sends."""
-        self._unsent += framed(message)
+        """Add a message to what `flush` sends. Any thread may."""
+        self._queue.append(framed(message))
 
     def flush(self) -> None:
         """Send as much as the socket takes."""
+        while self._queue:
+            self._unsent += self._queue.popleft()
         while self._unsent:
             try:
                 del self._unsent[: self._socket.send(self._unsent)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import abc
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from octavo.errors import InvalidRequest, RequestTooLarge
 from octavo.types import Request
@@ -64,9 +64,9 @@ class Limits(NamedTuple):
             )
         return most if wanted is None else wanted
 
-    def _check_ids(self, field: str, tokens: abc.Collection[object]) -> None:
+    def _check_ids(self, field: str, tokens: abc.Collection[Any]) -> None:
         whole = isinstance(tokens, array) and tokens.typecode == "i"
-        if whole and tokens and min(tokens) >= 0 and max(tokens) < self.vocab_size:  # type: ignore[operator]
+        if whole and tokens and min(tokens) >= 0 and max(tokens) < self.vocab_size:
             return  # two passes in C instead of one here
         for token in tokens:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
