@@ -29,7 +29,7 @@ from rich.progress import Progress
 
 from octavo.models.catalog import resolve
 
-OPTIONS = ("--kv-cache-memory-bytes=24MiB", "--max-model-len=512", "--max-num-seqs=16", "--max-num-batched-tokens=256")
+OPTIONS = ("--kv-cache-memory-bytes=12MiB", "--max-model-len=512", "--max-num-seqs=16", "--max-num-batched-tokens=256")
 PATIENCE_S = 120.0
 """A reply that takes longer is stuck."""
 LEVEL_BYTES = 100.0
