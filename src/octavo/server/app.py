@@ -292,8 +292,8 @@ class Application:
                     if not message.get("more_body", False):
                         return parts[0] if len(parts) == 1 else b"".join(parts)
         except TimeoutError:
-            message = f"the body did not come within {self.config.body_timeout:g} s, the server's --body-timeout"
-            raise APIError(408, message, code="timeout", headers={"Connection": "close"}) from None
+            late = f"the body did not come within {self.config.body_timeout:g} s, the server's --body-timeout"
+            raise APIError(408, late, code="timeout", headers={"Connection": "close"}) from None
 
     async def _beside(self, size: int, work: Callable[..., T], *arguments: Any) -> T:
         """Do work on `size` bytes, in a thread if they are many, so that the event loop stays quick."""

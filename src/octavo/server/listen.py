@@ -108,7 +108,7 @@ async def _drain(app: Application, timeout_s: float) -> None:
 class _Uvicorn(uvicorn.Config):
     def __init__(self, app: Application, server: ServerConfig) -> None:
         super().__init__(
-            app.asgi(),  # type: ignore[arg-type]
+            app.asgi(),
             http=_connection(server.header_timeout),
             ws="none",
             lifespan="off",

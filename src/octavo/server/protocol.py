@@ -170,6 +170,14 @@ ResponseFormat = Annotated[dict[str, Any], Meta(extra_json_schema=_RESPONSE_FORM
 StructuredOutputs = Annotated[dict[str, Any], Meta(extra_json_schema=_STRUCTURED)]
 
 
+SAMPLING_FIELDS = (
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("stop", "stop_token_ids", "include_stop_str_in_output", "min_tokens", "ignore_eos"),
+    *("use_beam_search", "length_penalty", "prompt_logprobs"),
+)
+"""Those that SamplingParams has by the same names and takes as they are."""
+
+
 class GenerationRequest(Struct, kw_only=True):
     """What completions and chats have in common."""
 
@@ -239,10 +247,7 @@ class GenerationRequest(Struct, kw_only=True):
 
     def sampling(self, *, max_tokens: int | None, logprobs: int | None, **more: Any) -> SamplingParams:
         """How tokens are chosen. Raises InvalidRequest."""
-        names = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
-        names += ("repetition_penalty", "stop", "stop_token_ids", "include_stop_str_in_output", "min_tokens")
-        names += ("ignore_eos", "use_beam_search", "length_penalty")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        given = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         if self.seed is not None:
             if self.seed > MAX_SEED:
                 raise InvalidRequest("seed", f"must be a whole number from 0 to {MAX_SEED}")
@@ -251,8 +256,6 @@ class GenerationRequest(Struct, kw_only=True):
             given["beam_width"] = self.beam_width or self.num_choices
         if self.logit_bias:
             given["logit_bias"] = {_token_id(token): bias for token, bias in self.logit_bias.items()}
-        if self.prompt_logprobs is not None:
-            given["prompt_logprobs"] = self.prompt_logprobs
         return SamplingParams(n=self.num_choices, max_tokens=max_tokens, logprobs=logprobs, **(given | more))
 
 

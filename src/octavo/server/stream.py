@@ -60,7 +60,7 @@ class Piece(NamedTuple):
     `ended` says that the text met a stop string: the engine does not know yet that the choice is over.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index
     text: str
     tokens: Sequence[Sampled]
     finish_reason: Finish | None
@@ -233,7 +233,7 @@ class CompletionReplies:
 
     def whole(self, answers: Sequence[Answer]) -> Completion:
         """The reply in one piece."""
-        choices = []
+        choices: list[CompletionChoice] = []
         for answer in answers:
             for choice in _best(answer, self._body.n or 1):
                 out = CompletionChoice(len(choices), "".join(choice.texts), None, choice.finish_reason)
@@ -282,9 +282,9 @@ class CompletionReplies:
             scores.tokens += map(self._names, ids)
             scores.token_logprobs.append(None)
             scores.top_logprobs.append(None)
-            for token in answer.prompt_logprobs:
-                scores.token_logprobs.append(_finite(token.logprob))
-                scores.top_logprobs.append(self._top(token))
+            for scored in answer.prompt_logprobs:
+                scores.token_logprobs.append(_finite(scored.logprob))
+                scores.top_logprobs.append(self._top(scored))
 
     def _score(self, choice: Choice, tokens: Sequence[Sampled], out: CompletionChoice) -> None:
         scores = out.logprobs
@@ -374,7 +374,7 @@ class ChatReplies:
     def whole(self, answers: Sequence[Answer]) -> ChatCompletion:
         """The reply in one piece."""
         [answer] = answers
-        choices = []
+        choices: list[ChatChoice] = []
         for choice in _best(answer, self._body.n or 1):
             message, reason = self._message("".join(choice.texts), choice.finish_reason)
             out = ChatChoice(len(choices), message, None, reason, choice.stop_reason)
