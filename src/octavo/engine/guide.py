@@ -202,7 +202,7 @@ def _grammar(guide: Guide) -> str:
         case "grammar":
             try:
                 return llguidance.LLMatcher.grammar_from_lark(any_to_lark(guide.spec))
-            except (ValueError, RecursionError) as error:
+            except Exception as error:  # the converter raises that very class
                 raise InvalidRequest("guide", f"is not a grammar: {_first_line(str(error))}") from None
 
 
