@@ -438,7 +438,9 @@ class Application:
             bool(body.add_special_tokens),
         )
         request = self._request(body, exchange.id, ids, params, key)
-        answer = Answer(self.llm.tokenizer, request, skip_special=body.skip_special_tokens is not False)
+        # some files mark <tool_call> as a control token, and calls are found by it
+        skip_special = body.skip_special_tokens is not False and use.style != "hermes"
+        answer = Answer(self.llm.tokenizer, request, skip_special=skip_special)
         name = exchange.fields["model"]
         return body, [answer], ChatReplies(exchange.id, int(time.time()), name, body, self.llm.tokenizer, use)
 

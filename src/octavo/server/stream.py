@@ -129,6 +129,9 @@ class Answer:
         if news.prompt_logprobs is not None:
             self.prompt_logprobs = news.prompt_logprobs
         if news.finish_reason == "abort":
+            if params.guide is not None:
+                what = "the schema, expression or grammar that the answer must follow became too complex on the way"
+                raise APIError(400, what, code="guide_too_complex")
             raise APIError(503, "the request was aborted by the server", code="aborted")
         tokens, reason = news.new_tokens, news.finish_reason
         if self._scored_only:
