@@ -101,7 +101,13 @@ def children(pid: int) -> list[int]:
 def anonymous_bytes(pid: int) -> int:
     """RssAnon + VmSwap: memory that files do not back, wherever it is."""
     status = Path(f"/proc/{pid}/status").read_text()
-    return 1024 * sum(int(re.search(rf"^{name}:\s+(\d+)", status, re.MULTILINE)[1]) for name in ("RssAnon", "VmSwap"))  # type: ignore[index]
+    return 1024 * sum(int(size) for size in re.findall(r"^(?:RssAnon|VmSwap):\s+(\d+)", status, re.MULTILINE))
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of a process, all threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # ── the client ────────────────────────────────────────────────────────────────────────────────────────────────────

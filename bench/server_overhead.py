@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.load import Connection, Server, anonymous_bytes, machine, mixed
+from bench.load import Connection, Server, anonymous_bytes, cpu_seconds, machine, mixed
 
 from octavo import LLM, SamplingParams
 from octavo.models.catalog import resolve
@@ -69,6 +69,15 @@ def offline_all(llm: LLM, requests: list[tuple[list[int], int]]) -> tuple[int, f
     return sum(len(output.outputs[0].token_ids) for output in outputs), time.perf_counter() - start
 
 
+def processor_time(server: Server) -> dict[str, float]:
+    """Processor seconds so far of the engine's process, the server's, and this one."""
+    return {
+        "engine": cpu_seconds(server.engine_pid),
+        "server": cpu_seconds(server.pid),
+        "client": time.process_time(),
+    }
+
+
 async def first_token(connection: Connection, prompt: list[int]) -> float:
     reply = await connection.post("/v1/completions", body(prompt, 4))
     assert reply.status == 200, reply.body[:500]
@@ -86,18 +95,24 @@ def offline_first_token(llm: LLM, prompt: list[int]) -> float:
 
 async def measure(args: argparse.Namespace, llm: LLM, server: Server) -> dict[str, Any]:
     vocab_size = llm.model.vocab_size
-    rounds = []
+    rounds, costs = [], []
     for number in range(args.rounds + 1):
         requests = mixed(8 if number == 0 else args.requests, vocab_size, seed=number)
         runs: dict[str, tuple[int, float]] = {}
+        used: dict[str, float] = {}
         for side in ("offline", "server") if number % 2 else ("server", "offline"):
+            before = processor_time(server)
             if side == "offline":
                 runs[side] = offline_all(llm, requests)
             else:
                 runs[side] = await serve_all(server.port, requests, args.clients)
+            spent = {name: after - before[name] for name, after in processor_time(server).items()}
+            used |= {"offline": spent["client"]} if side == "offline" else spent
         assert runs["offline"][0] == runs["server"][0] == sum(length for _, length in requests)
         if number:  # the first round warms up
             rounds.append({side: round(tokens / seconds, 2) for side, (tokens, seconds) in runs.items()})
+            num_tokens = runs["server"][0]
+            costs.append({name: round(1e3 * seconds / num_tokens, 3) for name, seconds in used.items()})
     ratios = [one["server"] / one["offline"] for one in rounds]
 
     rng = random.Random(7)
@@ -117,6 +132,7 @@ async def measure(args: argparse.Namespace, llm: LLM, server: Server) -> dict[st
             "requests": args.requests,
             "clients": args.clients,
             "tokens_per_s": rounds,
+            "processor_ms_per_token": costs,
             "ratios": [round(ratio, 4) for ratio in ratios],
             "median_ratio": round(statistics.median(ratios), 4),
         },
@@ -142,14 +158,14 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64, help="tokens of the single streams' prompts")
     args = parser.parse_args()
     path = resolve(args.model)
-    before = machine()
+    on = machine()
     log = Path(tempfile.mkstemp(prefix="octavo-server-", suffix=".log")[1])
     engine = {"kv_cache_memory_bytes": KV_BYTES, "max_num_seqs": args.clients}
     options = [f"--{name.replace('_', '-')}={value}" for name, value in engine.items()]
     with Server(str(path), *options, log=log) as server, LLM(path, **engine) as llm:
         results = asyncio.run(measure(args, llm, server))
         memory = {"server": anonymous_bytes(server.pid), "engine": anonymous_bytes(server.engine_pid)}
-    print(json.dumps({"machine": before, "engine": engine, **results, "anonymous_bytes": memory}, indent=1))
+    print(json.dumps({"machine": on, "engine": engine, **results, "anonymous_bytes": memory}, indent=1))
 
 
 if __name__ == "__main__":
