@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
+from octavo.engine.guide import JSON_OPTIONS
 from octavo.errors import InvalidRequest
 from octavo.server.structured import Constraint
 from octavo.types import Guide
@@ -185,9 +186,21 @@ class _Form(NamedTuple):
     def end(self) -> str:
         return f"}}\n{CLOSE}" if self.style == "hermes" else "}"
 
+    @property
+    def whole(self) -> Mapping[str, Any]:
+        """The schema of a call in the json style. Definitions stay at its root, where references look for them."""
+        shared = {key: value for key, value in self.schema.items() if key in ("$defs", "definitions")}
+        own = {key: value for key, value in self.schema.items() if key not in shared}
+        properties = {"name": {"const": self.name}, self.key: own}
+        required = ["name", self.key]
+        return {**_OBJECT, **shared, "properties": properties, "required": required, "additionalProperties": False}
+
+
+_OBJECT: Mapping[str, Any] = {"type": "object"}
+
 
 def _arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"type": "object", **(function.get("parameters") or {})}
+    return {**_OBJECT, **(function.get("parameters") or {})}
 
 
 def _calls(forms: Sequence[_Form], many: bool) -> str:
@@ -210,13 +223,16 @@ def _auto(forms: Sequence[_Form], strict: Sequence[bool], constraint: Constraint
     if constraint is not None:
         if constraint.guide.kind not in ("json_schema", "json_object"):
             raise InvalidRequest(constraint.field, 'works beside tools only with tool_choice "none"')
-        schema = constraint.guide.spec or '{"type": "object"}'
-        more = f' ("\\n" call){{0,{MAX_CALLS - 1}}}' if forms[0].style == "hermes" else ""
-        rules = ["start: answer | calls", f"answer: %json {schema}", f"calls: call{more}", *_rules(forms)]
+        schema = json.loads(constraint.guide.spec) if constraint.guide.spec else _OBJECT
+        rules = [f"answer: %json {_dump(schema)}"]
+        if forms[0].style == "hermes":
+            rules += [f'start: answer | call ("\\n" call){{0,{MAX_CALLS - 1}}}', *_rules(forms)]
+        else:  # the answer begins like a call, and only as JSON are the two told apart late enough
+            rules += [f"start: answer | {' | '.join(f'call_{i}' for i in range(len(forms)))}"]
+            rules += [f"call_{i}: %json {_dump(form.whole)}" for i, form in enumerate(forms)]
         return Constraint(Guide("grammar", "\n".join(rules)), constraint.field)
     if not any(strict) or forms[0].style == "json":
         return None
-    free = {"type": "object"}
     rules = [
         "start: (text_call)* TEXT",
         "TEXT: /(.|\\n)*/",
@@ -225,11 +241,14 @@ def _auto(forms: Sequence[_Form], strict: Sequence[bool], constraint: Constraint
     ]
     for i, (form, held) in enumerate(zip(forms, strict, strict=True)):
         begin = json.dumps(form.begin.removeprefix(OPEN))
-        rules.append(f"call_{i}: {begin} %json {_dump(form.schema if held else free)} {json.dumps(form.end)}")
+        rules.append(f"call_{i}: {begin} %json {_dump(form.schema if held else _OBJECT)} {json.dumps(form.end)}")
     return Constraint(Guide("grammar", "\n".join(rules)), "tools")
 
 
-def _dump(schema: Mapping[str, Any]) -> str:
+def _dump(schema: Any) -> str:
+    """A schema for a grammar, with the options that a schema by itself is compiled with."""
+    if isinstance(schema, Mapping):
+        schema = {**schema, "x-guidance": JSON_OPTIONS}
     try:
         return json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
@@ -282,6 +301,7 @@ class ToolParser:
         self._take = self._text if style == "hermes" else self._between
         self._rest = ""  # not looked at yet
         self._blanks = ""  # held back, until text or a call follows
+        self._after_call = False  # so that blanks are left out
         self._raw = ""  # of the call that is being read, to be given back if it is none
         self._object = _CallObject()
         self._open = False  # whether the call being read is one, so that its arguments are passed on
@@ -297,8 +317,7 @@ class ToolParser:
     def flush(self) -> ToolNews:
         """What was held back, now that the text is at its end."""
         if self._raw and not self._open:
-            self._say(self._raw)
-            self._raw = ""
+            self._give_back()
         self._say(self._rest)
         self._rest = ""
         if not self.calls:
@@ -319,6 +338,9 @@ class ToolParser:
 
     def _say(self, text: str) -> None:
         """Text of the answer, but for the blanks at its end."""
+        if self._after_call:
+            text = text.lstrip(_SPACE)
+            self._after_call = not text
         kept = text.rstrip(_SPACE)
         if kept:
             self._content.append(self._blanks + kept)
@@ -386,7 +408,7 @@ class ToolParser:
         if found.state == "bad" and not self._open:
             self._give_back()
             return True
-        self._open, self._raw, self._object = False, "", _CallObject()
+        self._open, self._after_call, self._raw, self._object = False, True, "", _CallObject()
         self._take = self._close if self._style == "hermes" else self._between
         return True
 
@@ -397,7 +419,7 @@ class ToolParser:
         """After the object of a call in the hermes style: blanks and the closing mark."""
         rest = self._rest.lstrip(_SPACE)
         if rest.startswith(CLOSE):
-            self._rest = rest[len(CLOSE) :].lstrip(_SPACE)
+            self._rest = rest[len(CLOSE) :]
             self._take = self._text
             return True
         if CLOSE.startswith(rest):
