@@ -140,10 +140,10 @@ def test_times_of_a_request(clock: Clock) -> None:
     metrics = a_page()
     noted = metrics.request_started(7, 1, 20, arrived=99.5)
     clock.now = 101.5
-    noted.tokens(0, 1, queue_s=0.5)
+    noted.tokens(0, 1, clock.now, queue_s=0.5)
     for gap in (0.25, 0.5):
         clock.now += gap
-        noted.tokens(0, 1)
+        noted.tokens(0, 1, clock.now)
     clock.now += 1.0
     noted.finished(0, "stop")
     noted.close()
@@ -175,9 +175,9 @@ def test_times_of_a_request(clock: Clock) -> None:
 def test_choices_are_counted_one_by_one_and_their_prompt_once(clock: Clock) -> None:
     metrics = a_page()
     noted = metrics.request_started(7, 2, None)
-    noted.tokens(0, 1)
-    noted.tokens(1, 1)
-    noted.tokens(1, 4)
+    noted.tokens(0, 1, clock.now)
+    noted.tokens(1, 1, clock.now)
+    noted.tokens(1, 4, clock.now)
     noted.finished(0, "length")
     noted.finished(0, "length")
     noted.finished(1, "stop")
@@ -195,7 +195,7 @@ def test_an_abandoned_request_has_no_latency(clock: Clock) -> None:
     before = metrics.request_started(7, 1, 5)
     before.close()
     midway = metrics.request_started(7, 1, 5)
-    midway.tokens(0, 1)
+    midway.tokens(0, 1, clock.now)
     midway.close()
     assert value(metrics, "e2e_request_latency_seconds_count") == 0
     assert value(metrics, "time_to_first_token_seconds_count") == 1

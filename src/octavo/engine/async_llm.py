@@ -65,7 +65,8 @@ class RequestStream:
     """The outputs of one request, in order, until every choice has ended.
 
     Times are CLOCK_MONOTONIC seconds, None while they are open: queued at `queued_at`, first in a step from
-    `scheduled_at` on, the first and the latest token known at `first_token_at` and `last_token_at`.
+    `scheduled_at` on, the first and the latest token known at `first_token_at` and `last_token_at`. The output that was
+    taken last was known at `output_at`, however late it was taken.
 
     Whoever leaves a stream before its end calls `abort` (or `aclose`); nothing else stops the engine.
     """
@@ -76,8 +77,9 @@ class RequestStream:
         self.scheduled_at: float | None = None
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
+        self.output_at = self.queued_at
         self._owner = owner
-        self._news: deque[Output] = deque()
+        self._news: deque[tuple[Output, float]] = deque()
         self._open = set(range(request.params.n))
         self._failure: str | None = None
         self._accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -91,7 +93,7 @@ class RequestStream:
         """End one choice early, once there was news of it: no more is heard of it."""
         if self.first_token_at is None:  # its choices are still one sequence
             raise ValueError(f"choice {index} of request {self.request_id} has not begun")
-        self._news = deque(output for output in self._news if output.index != index)
+        self._news = deque(news for news in self._news if news[0].index != index)
         if index in self._open:
             self._owner._finish(self, index)
 
@@ -120,7 +122,8 @@ class RequestStream:
                 await self._waiter
             finally:
                 self._waiter = None
-        return self._news.popleft()
+        output, self.output_at = self._news.popleft()
+        return output
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -311,7 +314,7 @@ class AsyncLLM:
         if stream.first_token_at is None:
             stream.first_token_at = now
         stream.last_token_at = now
-        stream._news.append(output)
+        stream._news.append((output, now))
         if output.finish_reason is not None:
             self._close_choice(stream, output.index, output.finish_reason)
         stream._wake()

@@ -497,7 +497,7 @@ class Application:
         marks = [self._mark(answer, exchange.arrived) for answer in answers]
         try:
             await self._submit(answers, streams)
-            async for number, output in _merged(streams):
+            async for number, output, known_at in _merged(streams):
                 answer, stream, mark = answers[number], streams[number], marks[number]
                 piece = answer.take(output)
                 if piece is None:
@@ -505,9 +505,9 @@ class Application:
                 if piece.ended:
                     stream.finish(piece.index)
                 if exchange.first_token_s is None:
-                    exchange.first_token_s = time.monotonic() - exchange.arrived
+                    exchange.first_token_s = known_at - exchange.arrived
                 waited = (stream.scheduled_at or stream.queued_at) - stream.queued_at
-                mark.tokens(piece.index, len(piece.tokens), waited)
+                mark.tokens(piece.index, len(piece.tokens), known_at, waited)
                 if piece.finish_reason is not None:
                     mark.finished(piece.index, "stop" if piece.finish_reason == "tool_calls" else piece.finish_reason)
                 if body.stream and (news := replies.event(answers, answer, piece)):
@@ -685,34 +685,34 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def _merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, Output]]:
-    """The outputs of several streams as they come, each with its stream's number."""
+async def _merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, Output, float]]:
+    """The outputs of several streams as they come, each with its stream's number and when the engine had it."""
     if len(streams) == 1:
         async for output in streams[0]:
-            yield 0, output
+            yield 0, output, streams[0].output_at
         return
-    news: asyncio.Queue[tuple[int, Output | Exception | None]] = asyncio.Queue()
+    news: asyncio.Queue[tuple[int, Output | Exception | None, float]] = asyncio.Queue()
 
     async def pump(number: int, stream: RequestStream) -> None:
         try:
             async for output in stream:
-                news.put_nowait((number, output))
+                news.put_nowait((number, output, stream.output_at))
         except EngineDead as error:
-            news.put_nowait((number, error))
+            news.put_nowait((number, error, 0.0))
         else:
-            news.put_nowait((number, None))
+            news.put_nowait((number, None, 0.0))
 
     tasks = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
     try:
         num_open = len(streams)
         while num_open:
-            number, item = await news.get()
+            number, item, known_at = await news.get()
             if isinstance(item, Exception):
                 raise item
             if item is None:
                 num_open -= 1
             else:
-                yield number, item
+                yield number, item, known_at
     finally:
         for task in tasks:
             task.cancel()

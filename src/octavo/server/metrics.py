@@ -160,9 +160,10 @@ class RequestMetrics:
         self._num_open = n
         self._longest = 0
 
-    def tokens(self, index: int, count: int, queue_s: float = 0.0) -> None:
-        """`count` new tokens of a choice. `queue_s`, which counts with the first, is how long it waited for a place."""
-        now = time.monotonic()
+    def tokens(self, index: int, count: int, now: float, queue_s: float = 0.0) -> None:
+        """`count` new tokens of a choice, which the engine had at `now`, however late its client takes them. `queue_s`,
+        which counts with the first, is how long the request waited for a place.
+        """
         choice, metrics = self._choices[index], self._metrics
         if choice.num_tokens == 0:
             if self._longest == 0:
