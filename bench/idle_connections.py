@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from bench.load import Connection, Server, machine
+from bench.load import Connection, Server, machine, processor_time
 from rich.console import Console
 from rich.progress import Progress
 
@@ -33,8 +33,9 @@ HALF_A_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: octavo\r\nContent-"
 class Crowd:
     """Connections that do next to nothing. A silent one that the server closes is opened again."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, num_tokens: int = 64) -> None:
         self.port = port
+        self.num_tokens = num_tokens  # of an answer that is read slowly, with log-probabilities: over a kilobyte each
         self.num_reopened = 0
         self.num_cut = 0  # slow readers that the server gave up
         self._tasks: list[asyncio.Task[None]] = []
@@ -80,7 +81,13 @@ class Crowd:
             sock.setblocking(False)
             await loop.sock_connect(sock, ("127.0.0.1", self.port))
             asked = json.dumps(
-                {"prompt": [7, 8, 9], "max_tokens": 64, "ignore_eos": True, "stream": True, "logprobs": 5}
+                {
+                    "prompt": [7, 8, 9],
+                    "max_tokens": self.num_tokens,
+                    "ignore_eos": True,
+                    "stream": True,
+                    "logprobs": 20,
+                }
             ).encode()
             head = f"POST /v1/completions HTTP/1.1\r\nHost: octavo\r\nContent-Length: {len(asked)}\r\n"
             await loop.sock_sendall(sock, f"{head}Content-Type: application/json\r\n\r\n".encode() + asked)
@@ -112,14 +119,18 @@ async def at_rest(server: Server) -> None:
 
 async def measure(args: argparse.Namespace, server: Server) -> dict[str, Any]:
     speeds: dict[str, list[float]] = {"alone": [], "crowded": []}
-    crowd = Crowd(server.port)
+    costs: dict[str, list[dict[str, float]]] = {"alone": [], "crowded": []}
+    crowd = Crowd(server.port, args.slow_tokens)
     await stream_speed(server.port, 50)
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=2 * args.rounds * args.repeats)
 
         async def some(side: str) -> None:
             for _ in range(args.repeats):
+                before = processor_time(server)
                 speeds[side].append(await stream_speed(server.port, args.tokens))
+                spent = {name: after - before[name] for name, after in processor_time(server).items()}
+                costs[side].append({name: round(1e3 * cost / args.tokens, 3) for name, cost in spent.items()})
                 bar.advance(task)
 
         for _ in range(args.rounds):
@@ -134,6 +145,7 @@ async def measure(args: argparse.Namespace, server: Server) -> dict[str, Any]:
     return {
         "tokens_per_s": {side: [round(speed, 2) for speed in values] for side, values in speeds.items()},
         "median": {side: round(speed, 2) for side, speed in medians.items()},
+        "processor_ms_per_token": costs,
         "slower_by": round(1 - medians["crowded"] / medians["alone"], 4),
         "server_descriptors_in_the_crowd": open_now,
         "idle_connections_reopened": crowd.num_reopened,
@@ -147,6 +159,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--idle", type=int, default=1000)
     parser.add_argument("--slow", type=int, default=200)
+    parser.add_argument("--slow-tokens", type=int, default=128, help="length of the answers that are read slowly")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3, help="streams measured on each side of a round")
     parser.add_argument("--tokens", type=int, default=300, help="length of the measured stream")

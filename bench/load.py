@@ -110,6 +110,15 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def processor_time(server: Server) -> dict[str, float]:
+    """Processor seconds so far of the engine's process, the server's, and this one."""
+    return {
+        "engine": cpu_seconds(server.engine_pid),
+        "server": cpu_seconds(server.pid),
+        "client": time.process_time(),
+    }
+
+
 # ── the client ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

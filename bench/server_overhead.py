@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.load import Connection, Server, anonymous_bytes, cpu_seconds, machine, mixed
+from bench.load import Connection, Server, anonymous_bytes, machine, mixed, processor_time
 
 from octavo import LLM, SamplingParams
 from octavo.models.catalog import resolve
@@ -67,15 +67,6 @@ def offline_all(llm: LLM, requests: list[tuple[list[int], int]]) -> tuple[int, f
     start = time.perf_counter()
     outputs = llm.generate([prompt for prompt, _ in requests], params)
     return sum(len(output.outputs[0].token_ids) for output in outputs), time.perf_counter() - start
-
-
-def processor_time(server: Server) -> dict[str, float]:
-    """Processor seconds so far of the engine's process, the server's, and this one."""
-    return {
-        "engine": cpu_seconds(server.engine_pid),
-        "server": cpu_seconds(server.pid),
-        "client": time.process_time(),
-    }
 
 
 async def first_token(connection: Connection, prompt: list[int]) -> float:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.conftest import REPOSITORY
 
 from octavo.engine.process import EngineStats
 from octavo.errors import ConfigError
 from octavo.server import metrics as module
 from octavo.server.metrics import Metrics, up_to
+from octavo.server.settings import ServerConfig
 
 VLLM = """
 num_requests_running gauge
@@ -222,3 +225,26 @@ def test_bounds_of_lengths() -> None:
     assert up_to(1) == (1,)
     assert up_to(99) == (1, 2, 5, 10, 20, 50)
     assert up_to(2048) == (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
+
+
+def test_the_documentation_names_every_metric() -> None:
+    text = (REPOSITORY / "docs" / "serving.md").read_text()
+    told = {
+        (name.removesuffix("_total") if kind == "counter" else name, kind)
+        for name, kind in re.findall(r"^\| `(\w+)(?:\{\w+\})?` \| (\w+) \|", text, re.MULTILINE)
+    }
+    shown = {
+        (name.removeprefix("vllm:"), family.type)
+        for name, family in families(a_page()).items()
+        if name.startswith("vllm:")
+    }
+    assert told == shown
+
+
+def test_the_documentation_gives_the_limits_that_hold() -> None:
+    text = (REPOSITORY / "docs" / "serving.md").read_text()
+    defaults = {field.name: field.default for field in fields(ServerConfig)}
+    told = re.findall(r"`--([a-z-]+)` ([\d.]+)( MiB)?", text)
+    assert len(told) == 7
+    for flag, number, mebibytes in told:
+        assert float(number) * (1 << 20 if mebibytes else 1) == defaults[flag.replace("-", "_")], flag
