@@ -154,7 +154,9 @@ class Application:
                 )
             )
         handlers: dict[Any, Any] = {APIError: _api_error, HTTPException: _http_error, Exception: _unexpected}
-        return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+        starlette = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+        starlette.router.redirect_slashes = False  # a redirect would repeat the Host header of whoever asks
+        return starlette
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -73,7 +73,8 @@ class ErrorReply(Struct):
 def refused(error: InvalidRequest) -> APIError:
     """The engine's refusal as a 400."""
     code = "context_length_exceeded" if isinstance(error, RequestTooLarge) else "invalid_value"
-    return APIError(400, str(error), param=error.field, code=code)
+    param = "prompt" if error.field.startswith("prompt[") else error.field
+    return APIError(400, str(error), param=param, code=code)
 
 
 # ── decoding ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -114,9 +115,10 @@ _encoder = msgspec.json.Encoder()
 
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
+Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
-Stop = Annotated[str, Meta(min_length=1)]
+Stop = Annotated[str, Meta(min_length=1, max_length=4096)]
 Unsupported = Annotated[Any, Meta(description="Not supported: null or absent.")]
 
 _CONTENT = {
@@ -192,12 +194,12 @@ class GenerationRequest(Struct, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=1000.0)] | None = None
-    stop: Stop | list[Stop] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: Stop | Annotated[list[Stop], Meta(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=4096)] | None = None
     include_stop_str_in_output: bool | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]] | None = None
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=65536)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     use_beam_search: bool | None = None
     beam_width: Annotated[int, Meta(ge=1, le=64)] | None = None

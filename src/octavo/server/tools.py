@@ -80,12 +80,14 @@ def tool_use(
     style, key = known or ("json", "arguments")
     names = frozenset(function["name"] for function in functions)
     forms = [_Form(style, key, function["name"], _arguments(function)) for function in functions]
+    many = parallel_tool_calls is not False and style == "hermes"
     if choice == "auto":
         strict = [function.get("strict") is True for function in functions]
-        return ToolUse(tools, style, names, _auto(forms, strict, constraint))
+        return ToolUse(tools, style, names, _auto(forms, strict, many, constraint))
     named = [form for form in forms if choice in ("required", form.name)]
-    many = choice == "required" and parallel_tool_calls is not False and style == "hermes"
-    return ToolUse(tools, style, names, Constraint(Guide("grammar", _calls(named, many)), "tools"))
+    return ToolUse(
+        tools, style, names, Constraint(Guide("grammar", _calls(named, many and choice == "required")), "tools")
+    )
 
 
 def template_messages(messages: Sequence[Any]) -> list[Any]:
@@ -205,8 +207,11 @@ def _arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _calls(forms: Sequence[_Form], many: bool) -> str:
     """One of the calls, or some of them."""
-    start = f'start: call ("\\n" call){{0,{MAX_CALLS - 1}}}' if many else "start: call"
-    return "\n".join([start, *_rules(forms)])
+    return "\n".join([f"start: {_repeated(many)}", *_rules(forms)])
+
+
+def _repeated(many: bool) -> str:
+    return f'call ("\\n" call){{0,{MAX_CALLS - 1}}}' if many else "call"
 
 
 def _rules(forms: Sequence[_Form]) -> list[str]:
@@ -218,7 +223,9 @@ def _rules(forms: Sequence[_Form]) -> list[str]:
     return [f"call: {names}", *rules]
 
 
-def _auto(forms: Sequence[_Form], strict: Sequence[bool], constraint: Constraint | None) -> Constraint | None:
+def _auto(
+    forms: Sequence[_Form], strict: Sequence[bool], many: bool, constraint: Constraint | None
+) -> Constraint | None:
     """Hold the answer to `constraint` or calls, or to any text with calls of strict functions in it, or to nothing."""
     if constraint is not None:
         if constraint.guide.kind not in ("json_schema", "json_object"):
@@ -226,7 +233,7 @@ def _auto(forms: Sequence[_Form], strict: Sequence[bool], constraint: Constraint
         schema = json.loads(constraint.guide.spec) if constraint.guide.spec else _OBJECT
         rules = [f"answer: %json {_dump(schema)}"]
         if forms[0].style == "hermes":
-            rules += [f'start: answer | call ("\\n" call){{0,{MAX_CALLS - 1}}}', *_rules(forms)]
+            rules += [f"start: answer | {_repeated(many)}", *_rules(forms)]
         else:  # the answer begins like a call, and only as JSON are the two told apart late enough
             rules += [f"start: answer | {' | '.join(f'call_{i}' for i in range(len(forms)))}"]
             rules += [f"call_{i}: %json {_dump(form.whole)}" for i, form in enumerate(forms)]
@@ -234,7 +241,7 @@ def _auto(forms: Sequence[_Form], strict: Sequence[bool], constraint: Constraint
     if not any(strict) or forms[0].style == "json":
         return None
     rules = [
-        "start: (text_call)* TEXT",
+        f"start: text_call{'*' if many else '?'} TEXT",
         "TEXT: /(.|\\n)*/",
         f"trigger[lazy]: TEXT {json.dumps(OPEN)}",
         f"text_call: trigger ({' | '.join(f'call_{i}' for i in range(len(forms)))})",
