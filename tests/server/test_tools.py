@@ -199,6 +199,9 @@ def test_calls_of_strict_functions_are_held_to_their_schema() -> None:
     good = ["", "any text, 1 < 2", GOOD, f"let me see {GOOD}\n{free} done"]
     bad = [hermes("weather", "{}"), f"hm <tool_call>{GOOD}", hermes("nobody", "{}")]
     assert sentences(use.constraint.guide, *good, *bad) == [True] * len(good) + [False] * len(bad)
+    single = tool_use(HERMES, [strict, STOP], "auto", False).constraint
+    assert single is not None
+    assert sentences(single.guide, *good[:3]) == [True] * 3
 
 
 @pytest.mark.parametrize(("template", "call"), [(HERMES, GOOD), (LLAMA, '{"name": "stop", "parameters": {}}')])
