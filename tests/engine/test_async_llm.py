@@ -28,7 +28,7 @@ from octavo.engine.async_llm import AsyncLLM, RequestStream
 from octavo.engine.llm import LLM
 from octavo.engine.process import Abort, Add, Channel, Command, Finish, Frames, Stop, framed
 from octavo.errors import ConfigError, EngineDead, InvalidRequest, ModelError, Overloaded, RequestTooLarge
-from octavo.types import Output, Request, SamplingParams
+from octavo.types import Guide, Output, Request, SamplingParams
 
 CONFIG = EngineConfig(kv_cache_memory_bytes=1 << 20, block_size=4, num_threads=1)
 LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
@@ -209,6 +209,7 @@ def test_what_is_wrong_is_refused_and_harms_nobody(model: Path) -> None:
             (RequestTooLarge, "prompt", [1] * 10**6, SHORT),
             (RequestTooLarge, "max_tokens", [1], SamplingParams(max_tokens=10**6)),
             (InvalidRequest, "request", [1], SamplingParams(stop="\ud800")),
+            (InvalidRequest, "guide", [1], SamplingParams(guide=Guide("regex", "("))),
             (InvalidRequest, "request_id", [1], SHORT),
         ):
             with pytest.raises(error) as caught:
@@ -264,7 +265,7 @@ def test_abort_at_every_stage_gives_everything_back(slow: None, model: Path) -> 
     async def work(llm: AsyncLLM) -> None:
         streaming = await llm.submit(Request("streaming", prompt(4), LONG))
         await anext(streaming)
-        prefilling = await llm.submit(Request("prefilling", prompt(200), LONG))
+        prefilling = await llm.submit(Request("prefilling", prompt(400), SHORT))
         queued = await llm.submit(Request("queued", prompt(4), LONG))
         await until(lambda: (llm.stats().num_running, llm.stats().num_waiting) == (2, 1))
         assert prefilling.scheduled_at is not None
@@ -295,9 +296,9 @@ def test_abort_at_every_stage_gives_everything_back(slow: None, model: Path) -> 
 def test_a_choice_is_finished_early(model: Path) -> None:
     async def work(llm: AsyncLLM) -> None:
         params = SamplingParams(n=3, seed=1, max_tokens=100, ignore_eos=True)
-        stream = await llm.submit(Request("r", prompt(5), params))
         with pytest.raises(ValueError, match="has not begun"):
-            stream.finish(0)
+            RequestStream(llm, Request("new", prompt(5), params)).finish(0)
+        stream = await llm.submit(Request("r", prompt(5), params))
         counts = [0, 0, 0]
         async for output in stream:
             assert counts[1] < 3 or output.index != 1
@@ -455,6 +456,40 @@ def test_an_engine_does_not_outlive_its_parent(parent: tuple[subprocess.Popen[st
     asyncio.run(until(lambda: pid_is_gone(pid)))
 
 
+def children() -> set[int]:
+    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+
+
+def test_a_start_that_is_given_up_leaves_nothing(model: Path) -> None:
+    async def main() -> None:
+        before = children()
+        starting = asyncio.create_task(AsyncLLM.start(model, CONFIG))
+        await until(lambda: children() > before)
+        new = children() - before
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert all(pid_is_gone(pid) for pid in new)
+
+    asyncio.run(main())
+
+
+def test_closing_ends_a_restart(faulty: None, model: Path) -> None:
+    async def main() -> None:
+        before = children()
+        llm = await AsyncLLM.start(model, CONFIG)
+        with pytest.raises(EngineDead):
+            await answer(llm, Request("poison", [faulty_engine.EXIT], SHORT))
+        waiting = asyncio.create_task(llm.submit(Request("r", prompt(5), SHORT)))
+        await until(lambda: children() > before)
+        await llm.close()
+        assert children() == before
+        with pytest.raises(EngineDead, match="closed"):
+            await waiting
+
+    asyncio.run(main())
+
+
 def test_signals_meant_for_the_service_are_left_to_the_parent(model: Path) -> None:
     async def work(llm: AsyncLLM) -> None:
         stream = await llm.submit(Request("r", prompt(5), LONG))
@@ -473,7 +508,7 @@ def test_draining_lets_what_runs_finish_and_cuts_what_takes_too_long(slow: None,
     async def work(llm: AsyncLLM) -> None:
         short = await llm.submit(Request("short", prompt(5), SHORT))
         long = await llm.submit(Request("long", prompt(5), LONG))
-        draining = asyncio.create_task(llm.drain(1.0))
+        draining = asyncio.create_task(llm.drain(2.0))
         await asyncio.sleep(0)
         assert not llm.healthy
         with pytest.raises(EngineDead, match="shutting down"):

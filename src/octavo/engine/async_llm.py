@@ -406,8 +406,8 @@ class _Child(asyncio.Protocol):
         self = cls(owner)
         ours, theirs = socket.socketpair()
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        self._transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
         with theirs:
+            self._transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", PROGRAM, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,

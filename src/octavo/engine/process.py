@@ -13,6 +13,7 @@ the parent ended, and leaves signals that stop a service to the parent.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import os
 import select
@@ -25,6 +26,7 @@ import traceback
 from array import array
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,8 @@ from octavo.types import Output, Request, SamplingParams
 
 CHUNK = 1 << 20
 """Bytes read at most between two steps: a flood of commands delays no step for long."""
+COMPILING_S = 0.005
+"""How long an idle child that waits for a guide to be compiled lets commands wait."""
 
 # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -293,21 +297,33 @@ class _Forward(logging.Handler):
 
 
 def serve(engine: Engine, channel: Channel) -> None:
-    """Step until told to stop. Raises EOFError when the parent is gone, and whatever a step raises."""
+    """Step until told to stop. Raises EOFError when the parent is gone, and whatever a step raises.
+
+    A request with a guide is queued when that is compiled, so that no step waits for it.
+    """
     core = engine.core
+    compiling: list[tuple[Future[None], Add]] = []
     while True:
-        commands = channel.receive(wait=not core.has_work)
+        commands = channel.receive(wait=not core.has_work and not compiling)
         for command in commands:
             match command:
                 case Add():
-                    channel.send(_add(engine, command))
+                    if command.params.guide is not None:
+                        compiling.append((engine.guides.check_soon(command.params.guide), command))
+                    else:
+                        channel.send(_add(engine, command))
                 case Abort(request_id):
+                    compiling = [(guide, add) for guide, add in compiling if add.request_id != request_id]
                     core.abort(request_id)
                 case Finish(request_id, index):
                     core.finish(request_id, index)
                 case Stop():
                     core.close()
                     return
+        if compiling and not core.has_work:
+            wait([compiling[0][0]], COMPILING_S)
+        while compiling and compiling[0][0].done():  # they are compiled one by one, in order
+            channel.send(_add(engine, compiling.pop(0)[1]))
         if not core.has_work:
             channel.send(Changed(stats_of(engine)))
             channel.flush()
@@ -324,6 +340,8 @@ def _add(engine: Engine, command: Add) -> Reply:
     prompt = array("i", command.prompt)
     request = Request(command.request_id, prompt, command.params, command.identity, command.priority)
     try:
+        if command.params.guide is not None:
+            engine.guides.check(command.params.guide)
         engine.core.add(request)
     except InvalidRequest as error:
         return Refused(command.request_id, *_told(error, error.field))
@@ -390,6 +408,7 @@ def main(fd: int) -> int:
             channel.send(Failed(*_told(error, place)))
             channel.drain()
             return 1
+        gc.freeze()  # what is loaded stays: collections between steps need not look at it
         channel.send(Ready(engine.core.scheduler.limits, stats_of(engine)))
         channel.flush()
         serve(engine, channel)
