@@ -84,7 +84,7 @@ async def _serve(path: Path, model: str, server: ServerConfig, engine: EngineCon
             )
             dying = asyncio.ensure_future(failed.wait())
             await asyncio.wait((serving, waiting, dying), return_when=asyncio.FIRST_COMPLETED)
-            await _drain(app, 0.0 if dying.done() else server.drain_timeout)
+            await _drain(app, web, 0.0 if dying.done() else server.drain_timeout)
             web.should_exit = True
             await serving
             app.close()
@@ -93,7 +93,7 @@ async def _serve(path: Path, model: str, server: ServerConfig, engine: EngineCon
     return 1 if failed.is_set() else 0
 
 
-async def _drain(app: Application, timeout_s: float) -> None:
+async def _drain(app: Application, web: uvicorn.Server, timeout_s: float) -> None:
     """Take no new requests, and see those under way to their end."""
     app.draining = True
     _log.info("draining", extra={"fields": {"open": app.num_open, "timeout_s": timeout_s}})
@@ -102,7 +102,14 @@ async def _drain(app: Application, timeout_s: float) -> None:
     until = max(start + timeout_s, time.monotonic()) if not cut else time.monotonic()
     while app.num_open and time.monotonic() < until + LINGER_S:
         await asyncio.sleep(0.01)  # answers that are complete, or have failed, are being written
-    _log.info("drained", extra={"fields": {"cut": cut, "seconds": round(time.monotonic() - start, 3)}})
+    stalled = app.num_open
+    if stalled:
+        for connection in list(web.server_state.connections):
+            if connection.cycle is not None and not connection.cycle.response_complete:  # type: ignore[union-attr]
+                connection.transport.abort()
+        await asyncio.sleep(0.01)  # their requests end
+    seconds = round(time.monotonic() - start, 3)
+    _log.info("drained", extra={"fields": {"cut": cut, "stalled": stalled, "seconds": seconds}})
 
 
 class _Uvicorn(uvicorn.Config):
