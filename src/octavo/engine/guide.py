@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 MAX_REGEX_CHARS = 1 << 15
 """Of a regular expression; what a step costs grows with it."""
-MAX_COMPILED = 32
+MAX_COMPILED = 64
 """Guides that stay compiled, and the least recently used goes."""
 LIMITS = llguidance.LLParserLimits(
     max_grammar_size=20_000, step_lexer_fuel=100_000, max_lexer_states=50_000, verbose_errors=False
@@ -58,15 +58,16 @@ class Guides:
         self._lock = threading.Lock()
         self._states: dict[int, _State] = {}  # by the id of the sequence's array
         self._executor = llguidance.LLExecutor()
-        self._worker = ThreadPoolExecutor(1, "guide")
+        self._compiler = ThreadPoolExecutor(1, "octavo-compile")
+        self._worker = ThreadPoolExecutor(1, "octavo-masks")
 
     def check(self, guide: Guide) -> None:
         """Compile a guide. Raises InvalidRequest("guide") if that is not possible, or too much work."""
         self._matcher(guide)
 
     def check_soon(self, guide: Guide) -> Future[None]:
-        """`check` in the thread that does such work, one guide at a time."""
-        return self._worker.submit(self.check, guide)
+        """`check` in a thread for such work, which takes one guide after the other."""
+        return self._compiler.submit(self.check, guide)
 
     @property
     def num_followed(self) -> int:
