@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from tests.server.serving import Served, serving
+from tests.server.serving import Served, error_of, serving
 
 from octavo import LLM
 from octavo.errors import InvalidRequest
@@ -201,6 +201,22 @@ def test_a_bad_constraint_is_refused_by_its_name(served: Served, body: dict[str,
     for stream in (False, True):
         assert served.refused(COMPLETIONS, prompt="x", stream=stream, **body)["param"] == param
         assert served.refused(CHAT, messages=MESSAGES, stream=stream, **body)["param"] == param
+
+
+def test_who_goes_while_a_guide_is_compiled_leaves_nothing(served: Served) -> None:
+    for count in (400, 410, 420):
+        schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(count)}}
+        served.raw(json.dumps({"prompt": "x", "max_tokens": 400, "guided_json": schema}).encode()).close()
+    assert served.complete("x", max_tokens=3, guided_regex="[abc]{9}")["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_constraint_that_becomes_too_complex_is_said_to_be(served: Served) -> None:
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(700)}}
+    body: dict[str, Any] = {"prompt": "x", "guided_json": schema, "max_tokens": 50}
+    reply = served.post(COMPLETIONS, **body)
+    assert reply.status_code == 400, reply.text
+    assert error_of(reply)["code"] == "guide_too_complex"
+    assert served.events(COMPLETIONS, **body)[-1]["error"]["code"] == "guide_too_complex"
 
 
 # ── tools ──
