@@ -16,9 +16,10 @@ SMALL_PAGES = 10
 
 @pytest.fixture(scope="session")
 def served(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """With the model's whole context."""
+    """With the model's whole context, and steps so short that they end soon on any machine."""
     log = tmp_path_factory.mktemp("served") / "log"
     options = ("--kv-cache-memory-bytes", "256MiB", "--served-model-name", "smol", "--served-model-name", "alias")
+    options += ("--max-num-batched-tokens", "128")
     with serving(log, model_path, *options) as server:
         yield server
 

@@ -88,6 +88,18 @@ class Served:
         """The log so far."""
         return [json.loads(line) for line in self.log.read_text().splitlines()]
 
+    def line(self, request_id: str) -> dict[str, Any]:
+        """The log's line about a request."""
+        found: list[dict[str, Any]] = []
+
+        def there() -> bool:
+            found[:] = [line for line in self.lines() if line.get("id") == request_id]
+            return bool(found)
+
+        until(there)
+        assert len(found) == 1
+        return found[0]
+
     def stop(self, number: int = signal.SIGTERM, timeout: float = 20) -> int:
         self.process.send_signal(number)
         return self.process.wait(timeout)

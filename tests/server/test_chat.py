@@ -280,7 +280,7 @@ def test_health_version_models_and_metrics(served: Served) -> None:
 def test_each_request_has_a_line_in_the_log(served: Served) -> None:
     secret = "zebra-giraffe-okapi"
     reply = served.chat(secret, max_tokens=2)
-    [line] = [line for line in served.lines() if line.get("id") == reply["id"]]
+    line = served.line(reply["id"])
     assert line["path"] == PATH
     assert (line["status"], line["outcome"], line["stream"], line["model"]) == (200, "ok", False, "smol")
     assert line["completion_tokens"] == 2

@@ -104,6 +104,8 @@ def test_no_field_makes_none() -> None:
         ({"guided_json": "[1]"}, "guided_json"),
         ({"guided_json": {"const": float("nan")}}, "guided_json"),
         ({"guided_json": "[" * 100_000}, "guided_json"),
+        ({"guided_json": {"enum": ["x" * 300_000]}}, "guided_json"),
+        ({"guided_choice": ["x" * 100_000]}, "guided_choice"),
         ({"guided_regex": ""}, "guided_regex"),
         ({"guided_regex": "\ud800"}, "guided_regex"),
         ({"guided_choice": []}, "guided_choice"),

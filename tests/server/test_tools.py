@@ -227,6 +227,7 @@ def test_beside_a_response_format_the_answer_is_a_call_or_of_that_form(template:
         ([{"type": "function", "function": {"name": "a", "parameters": []}}], None, "tools[0].function.parameters"),
         ([WEATHER, WEATHER], None, "tools[1].function.name"),
         ([STOP] * 129, None, "tools"),
+        ([{"type": "function", "function": {"name": "a", "description": "x" * 300_000}}], None, "tools"),
         (TOOLS, "sometimes", "tool_choice"),
         (TOOLS, 3, "tool_choice"),
         (TOOLS, {"type": "function"}, "tool_choice"),

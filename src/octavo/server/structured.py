@@ -9,11 +9,17 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import msgspec
+
 from octavo.errors import InvalidRequest
-from octavo.types import Guide
+from octavo.types import MAX_GUIDE_CHARS, Guide
 
 LEGACY_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+MAX_BYTES = 4 * MAX_GUIDE_CHARS
+"""Of a constraint as it stands in a body, blanks and all: more is not looked at."""
 
 
 class Constraint(NamedTuple):
@@ -77,10 +83,20 @@ def _structured_outputs(value: Any) -> list[Constraint]:
 
 
 def _made(kind: str, value: Any, field: str) -> Constraint:
+    if json_size(value) > MAX_BYTES:
+        raise InvalidRequest(field, f"is larger than {MAX_BYTES} bytes")
     try:
         return Constraint(_MAKERS[kind](value), field)
     except InvalidRequest as error:
         raise InvalidRequest(field, str(error).removeprefix(f"{error.field}: ")) from None
+
+
+def json_size(value: Any) -> int:
+    """About how many bytes a value takes as JSON, found out without delay even if they are millions."""
+    try:
+        return len(value) if isinstance(value, str) else len(msgspec.json.encode(value))
+    except (TypeError, ValueError, RecursionError):
+        return 0  # it is no JSON, which is said elsewhere
 
 
 def _json_schema(value: Any) -> Guide:

@@ -24,13 +24,13 @@ from typing import Any, Literal, NamedTuple
 
 from octavo.engine.guide import JSON_OPTIONS
 from octavo.errors import InvalidRequest
-from octavo.server.structured import Constraint
+from octavo.server.structured import Constraint, json_size
 from octavo.types import Guide
 
 Style = Literal["hermes", "json"]
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-MAX_TOOLS = 128
+MAX_TOOLS, MAX_TOOLS_BYTES = 128, 1 << 18
 MAX_CALLS = 16
 """Calls in an answer that the grammar allows: a small model would otherwise go on calling until its tokens end."""
 
@@ -124,6 +124,8 @@ def _functions(tools: Any) -> list[Mapping[str, Any]]:
         raise InvalidRequest("tools", "must be a list")
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest("tools", f"there are {len(tools)}, and the limit is {MAX_TOOLS}")
+    if json_size(tools) > MAX_TOOLS_BYTES:
+        raise InvalidRequest("tools", f"are larger than {MAX_TOOLS_BYTES} bytes")
     functions: list[Mapping[str, Any]] = []
     for i, tool in enumerate(tools):
         if not isinstance(tool, Mapping) or tool.get("type") != "function":
