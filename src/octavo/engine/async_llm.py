@@ -50,13 +50,15 @@ from octavo.errors import EngineDead, InvalidRequest, Overloaded
 from octavo.models.tokenizer import Tokenizer
 from octavo.models.weights import open_checkpoint
 from octavo.scheduler.limits import Limits
-from octavo.types import Output, Request
+from octavo.types import Guide, Output, Request
 
 _log = logging.getLogger(__name__)
 
 PROGRAM = "octavo.engine.process"
 """The module that a child runs."""
 
+MAX_COMPILING = 64
+"""Guides that may wait to be compiled: hostile ones take up to a second each."""
 CLOSE_S = 10.0
 """How long a child may take to end, once told to, before it is killed."""
 
@@ -147,6 +149,7 @@ class AsyncLLM:
         self.tokenizer: Tokenizer
         self.limits: Limits
         self._guides: Guides
+        self._num_compiling = 0
         self._path = model_path
         self._max_queued = max_queued_requests
         self._on_fatal = on_fatal
@@ -225,8 +228,8 @@ class AsyncLLM:
         Raises InvalidRequest, RequestTooLarge, Overloaded, EngineDead.
         """
         self.limits.check(request)
-        if request.params.guide is not None:  # compiled here first, so that a bad one never gets into a step
-            await asyncio.wrap_future(self._guides.check_soon(request.params.guide))
+        if request.params.guide is not None:
+            await self._compile(request.params.guide)
         await self._up.wait()
         if self._ended is not None:
             raise EngineDead(self._ended)
@@ -270,6 +273,21 @@ class AsyncLLM:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._child.end()
+
+    async def _compile(self, guide: Guide) -> None:
+        """Compile a guide here first, so that a bad one is refused before the engine hears of it.
+
+        Raises InvalidRequest, and Overloaded if too many others wait for that.
+        """
+        compiled = self._guides.check_soon(guide)
+        if not compiled.done() and self._num_compiling >= MAX_COMPILING:
+            compiled.cancel()
+            raise Overloaded(f"{MAX_COMPILING} schemas, expressions or grammars wait to be compiled already")
+        self._num_compiling += 1
+        try:
+            await asyncio.wrap_future(compiled)
+        finally:
+            self._num_compiling -= 1
 
     # ── called by streams ──
 

@@ -66,7 +66,12 @@ class Guides:
         self._matcher(guide)
 
     def check_soon(self, guide: Guide) -> Future[None]:
-        """`check` in a thread for such work, which takes one guide after the other."""
+        """`check` in a thread for such work, which takes one guide after the other; done if it is compiled already."""
+        with self._lock:
+            if guide in self._compiled:
+                done: Future[None] = Future()
+                done.set_result(None)
+                return done
         return self._compiler.submit(self.check, guide)
 
     @property
