@@ -41,8 +41,11 @@ LIMITS = llguidance.LLParserLimits(
     max_grammar_size=20_000, step_lexer_fuel=100_000, max_lexer_states=50_000, verbose_errors=False
 )
 """Where they differ from llguidance's own: compiling takes no more than a second, a step some hundredths of one."""
-JSON_OPTIONS: llguidance._lib.JsonCompileOptions = {"whitespace_pattern": r"[ \t\r\n]{1,64}", "coerce_one_of": True}
-"""Blanks in JSON are bounded, as small models go on writing them without end; oneOf is taken as anyOf."""
+JSON_OPTIONS: llguidance._lib.JsonCompileOptions = {
+    "whitespace_pattern": r" {1,2}|\r?\n( {0,40}|\t{0,10})",
+    "coerce_one_of": True,
+}
+"""Blanks in JSON are for one line or for an indented one: small models go on and on otherwise. oneOf is anyOf."""
 
 Mask = NDArray[np.bool_]
 
