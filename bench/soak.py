@@ -29,7 +29,7 @@ from rich.progress import Progress
 
 from octavo.models.catalog import resolve
 
-OPTIONS = ("--kv-cache-memory-bytes=12MiB", "--max-model-len=512", "--max-num-seqs=16", "--max-num-batched-tokens=256")
+OPTIONS = ("--max-model-len=512", "--max-num-seqs=16", "--max-num-batched-tokens=256")
 PATIENCE_S = 120.0
 """A reply that takes longer is stuck."""
 LEVEL_BYTES = 100.0
@@ -219,10 +219,12 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=48)
     parser.add_argument("--abandoned", type=float, default=0.3)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--pool", default="12MiB", help="bytes of the page pool, for another model")
     args = parser.parse_args()
     before = machine()
     log = Path(tempfile.mkstemp(prefix="octavo-server-", suffix=".log")[1])
-    with Server(str(resolve(args.model)), *OPTIONS, log=log) as server:
+    options = (f"--kv-cache-memory-bytes={args.pool}", *OPTIONS)
+    with Server(str(resolve(args.model)), *options, log=log) as server:
         soak = Soak(server, args.requests, args.clients, args.abandoned, args.seed)
         at_start = server.metrics()
         start = time.monotonic()
@@ -247,7 +249,8 @@ def main() -> None:
     counters = ("num_preemptions_total", "kv_pages_evicted_total", "prefix_cache_hits_total", "generation_tokens_total")
     results = {
         "machine": before,
-        "options": OPTIONS,
+        "model": args.model,
+        "options": options,
         "requests": args.requests,
         "clients": args.clients,
         "seed": args.seed,

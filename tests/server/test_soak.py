@@ -14,12 +14,13 @@ from bench.load import Connection, Server
 from bench.soak import ABANDONED, OPTIONS, Soak, settle
 
 PATIENCE_S = 20.0
+POOL = "--kv-cache-memory-bytes=12MiB"
 
 
 @pytest.fixture(scope="module")
 def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "log"
-    with Server(str(model_path), *OPTIONS, "--header-timeout=2", log=log) as server:
+    with Server(str(model_path), POOL, *OPTIONS, "--header-timeout=2", log=log) as server:
         yield server
         assert '"level":"error"' not in log.read_text()
 
@@ -85,6 +86,6 @@ def test_gauges_follow_a_request_that_is_dropped(server: Server) -> None:
 
 
 def test_it_ends_with_code_zero_and_takes_its_engine_along(model_path: Path) -> None:
-    with Server(str(model_path), *OPTIONS) as server:
+    with Server(str(model_path), POOL, *OPTIONS) as server:
         assert server.stop() == 0
         assert not os.path.exists(f"/proc/{server.engine_pid}")
