@@ -29,7 +29,7 @@ from rich.progress import Progress
 
 from octavo.models.catalog import resolve
 
-OPTIONS = ("--max-model-len=512", "--max-num-seqs=16", "--max-num-batched-tokens=256")
+OPTIONS = ("--max-model-len=512", "--max-num-seqs=32", "--max-num-batched-tokens=256")
 PATIENCE_S = 120.0
 """A reply that takes longer is stuck."""
 LEVEL_BYTES = 100.0
@@ -146,8 +146,8 @@ def a_request(rng: random.Random, *, valid: bool = False) -> tuple[str, dict[str
         "seed": rng.randrange(1000),
         "stream": stream,
     }
-    if rng.random() < 0.03:
-        body["max_tokens"] = 64
+    if rng.random() < 0.06:
+        body |= {"max_tokens": 120, "ignore_eos": True}  # long enough to outgrow the pool
     if stream:
         body["stream_options"] = {"include_usage": True}
     if rng.random() < 0.1:
