@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from itertools import count
+import random
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
@@ -112,11 +113,27 @@ def test_calls_are_found_however_the_text_is_cut(
         assert read(style, [text[:cut], text[cut:]]) == whole
 
 
+def test_no_cut_makes_a_difference_and_nothing_is_lost_without_a_call() -> None:
+    parts = ["<tool_call>", "</tool_call>", "<tool", "{", "}", "[", "]", '"name"', '"arguments"', ":", ",", '"weather"',
+             '"\\"', "\\", '"', " ", "\n", "é", "null", '{"name": "weather", "arguments": {"a": 1}}', ";"]  # fmt: skip
+    for seed in range(3000):
+        chosen = random.Random(seed)
+        style: Style = chosen.choice(["hermes", "json"])
+        mark = "<tool_call>" if style == "hermes" else ""
+        head = chosen.choice(["", f'{mark}{{"name": "weather", "arguments": '])
+        text = head + "".join(chosen.choices(parts, k=chosen.randrange(1, 12)))
+        whole = read(style, [text])
+        assert read(style, list(text)) == whole
+        cuts = sorted(chosen.choices(range(len(text) + 1), k=3))
+        assert read(style, [text[i:j] for i, j in pairwise([0, *cuts, len(text)])]) == whole
+        assert whole[1] or whole[0] == text
+
+
 def test_arguments_come_as_they_are_written() -> None:
     parser = ToolParser("hermes", NAMES)
     assert parser.push('hm <tool_call>{"name": "weather", "arguments": ') == ("hm", [])
-    [head, first] = parser.push('{"city": "S').calls
-    assert (head.index, head.name, head.arguments, first.arguments) == (0, "weather", "", '{"city": "S')
+    [head] = parser.push('{"city": "S').calls
+    assert (head.index, head.name, head.arguments) == (0, "weather", '{"city": "S')
     assert head.id is not None
     assert head.id.startswith("call_")
     [more] = parser.push("eoul").calls

@@ -311,7 +311,8 @@ class ToolParser:
         self._rest = ""  # not looked at yet
         self._blanks = ""  # held back, until text or a call follows
         self._after_call = False  # so that blanks are left out
-        self._raw = ""  # of the call that is being read, to be given back if it is none
+        self._raw: list[str] = []  # of the call that is being read, to be given back if it is none
+        self._count = 0  # of calls begun
         self._object = _CallObject()
         self._open = False  # whether the call being read is one, so that its arguments are passed on
         self._content: list[str] = []
@@ -362,7 +363,7 @@ class ToolParser:
         before, mark, after = self._rest.partition(OPEN)
         if mark:
             self._say(before)
-            self._rest, self._raw, self._take = after, mark, self._call
+            self._rest, self._raw, self._take = after, [mark], self._call
             return True
         held = next((n for n in range(min(len(OPEN) - 1, len(before)), 0, -1) if OPEN.startswith(before[-n:])), 0)
         self._say(before[: len(before) - held])
@@ -371,9 +372,9 @@ class ToolParser:
 
     def _between(self) -> bool:
         """Before the first call and after each, in the json style: a call may begin."""
-        marks = _SPACE + (";,]" if self.calls or self._deltas else "[")
+        marks = _SPACE + (";,]" if self._count else "[")
         kept = self._rest.lstrip(marks)
-        self._raw += self._rest[: len(self._rest) - len(kept)]
+        self._raw.append(self._rest[: len(self._rest) - len(kept)])
         self._rest = kept
         if not kept:
             return False
@@ -385,9 +386,9 @@ class ToolParser:
 
     def _give_back(self) -> None:
         """It is no call after all: text, and in the json style all that follows too."""
-        between = bool(self.calls or self._deltas) and self._style == "json"
-        self._say(self._raw.lstrip(_SPACE + ";,]") if between else self._raw)
-        self._raw = ""
+        raw = "".join(self._raw)
+        self._say(raw.lstrip(_SPACE + ";,]") if self._count and self._style == "json" else raw)
+        self._raw = []
         self._object = _CallObject()
         self._take = self._text if self._style == "hermes" else self._all
 
@@ -397,32 +398,33 @@ class ToolParser:
         return False
 
     def _call(self) -> bool:
-        found = self._object
-        used = found.read(self._rest)
-        self._raw += self._rest[:used]
-        self._rest = self._rest[used:]
-        if found.name is not None and self._style == "json" and found.name not in self._names:
-            found.state = "bad"
-        begun = found.name is not None and (found.arguments or found.state == "done")
-        if begun and not self._open and found.state != "bad":
-            self._open = True
-            self._blanks = ""
-            self._deltas.append(CallDelta(self._num_calls(), self._new_id(), found.name, ""))
-        if self._open and (found.arguments or found.state == "done"):
-            arguments = found.take()
-            if arguments:
-                self._deltas.append(CallDelta(self._num_calls() - 1, None, None, arguments))
+        found, rest, used = self._object, self._rest, 0
+        # until it is known to be a call character by character, so that no cut of the text makes a difference
+        while not self._open and found.state == "reading" and used < len(rest):
+            used += found.read(rest[used])
+            if found.name is not None and self._style == "json" and found.name not in self._names:
+                found.state = "bad"
+            elif found.begun:
+                self._open = True
+                self._blanks = ""
+                self._deltas.append(CallDelta(self._count, self._new_id(), found.name, ""))
+                self._count += 1
+        if not self._open:
+            self._raw.append(rest[:used])
+        if self._open and found.state == "reading":
+            used += found.read(rest[used:])
+        self._rest = rest[used:]
+        if self._open and (arguments := found.take()):
+            last = self._deltas.pop() if self._deltas else CallDelta(self._count - 1, None, None, "")
+            self._deltas.append(last._replace(arguments=last.arguments + arguments))
         if found.state == "reading":
             return False
-        if found.state == "bad" and not self._open:
+        if not self._open:
             self._give_back()
             return True
-        self._open, self._after_call, self._raw, self._object = False, True, "", _CallObject()
+        self._open, self._after_call, self._raw, self._object = False, True, [], _CallObject()
         self._take = self._close if self._style == "hermes" else self._between
         return True
-
-    def _num_calls(self) -> int:
-        return len(self.calls) + sum(delta.name is not None for delta in self._deltas)
 
     def _close(self) -> bool:
         """After the object of a call in the hermes style: blanks and the closing mark."""
@@ -441,32 +443,37 @@ class ToolParser:
 class _CallObject:
     """Reads the JSON object of a call, character by character, as far as is needed to find its name and arguments.
 
-    `arguments` holds those read and not taken yet. Brackets and quotes have to match; what is between them is for
+    `arguments` are the pieces read and not taken yet. Brackets and quotes have to match; what is between them is for
     whoever uses the arguments to judge.
     """
 
     def __init__(self) -> None:
         self.state: Literal["reading", "done", "bad"] = "reading"
         self.name: str | None = None
-        self.arguments = ""
+        self.arguments: list[str] = []
         self._given = False  # whether there were any arguments
         self._expect = self._open
         self._key = ""
-        self._token = ""  # the string or value being read
+        self._token: list[str] = []  # of the string being read
         self._closers = ""  # of the brackets that are open inside a value
         self._quoted = self._escaped = False
 
     def read(self, text: str) -> int:
-        """Take characters up to the end of the object; how many there were."""
+        """Take characters up to the object's end, or short of the first that has no place in it; how many it took."""
         for used, char in enumerate(text):
-            if self.state != "reading":
-                return used
             self._expect(char)
+            if self.state != "reading":
+                return used + (self.state == "done")
         return len(text)
+
+    @property
+    def begun(self) -> bool:
+        """Whether it is known whom it calls, and with what to begin with."""
+        return self.state != "bad" and self.name is not None and (bool(self.arguments) or self.state == "done")
 
     def take(self) -> str:
         """The arguments read since the last time; an empty object if there were none to the end."""
-        taken, self.arguments = self.arguments, ""
+        taken, self.arguments = "".join(self.arguments), []
         if self.state == "done" and not self._given:
             self._given = True
             return "{}"
@@ -480,7 +487,7 @@ class _CallObject:
 
     def _key_start(self, char: str) -> None:
         if char == '"':
-            self._token, self._expect = char, self._key_text
+            self._token, self._expect = [char], self._key_text
         elif char == "}":
             self._end()
         elif char not in _SPACE:
@@ -499,7 +506,7 @@ class _CallObject:
     def _value_start(self, char: str) -> None:
         if char in _SPACE:
             return
-        self._token = ""
+        self._token = []
         if self._key == "name":
             self._expect = self._name_text
             good = char == '"' and self.name is None
@@ -522,8 +529,10 @@ class _CallObject:
     def _arguments_text(self, char: str) -> None:
         """Arguments that were written as JSON inside a string."""
         if self._string(char):
-            self.arguments, self._expect = self._loaded(), self._after
-            if not self.arguments.lstrip(_SPACE).startswith("{"):
+            text, self._expect = self._loaded(), self._after
+            if text.lstrip(_SPACE).startswith("{"):
+                self.arguments = [text]
+            else:
                 self.state = "bad"
 
     def _value(self, char: str) -> None:
@@ -531,8 +540,11 @@ class _CallObject:
             self._expect = self._after
             self._after(char)
             return
+        if not self._quoted and char in "}]" and self._closers[-1:] != char:
+            self.state = "bad"
+            return
         if self._key in ("arguments", "parameters"):
-            self.arguments += char
+            self.arguments.append(char)
         if self._quoted:
             if self._escaped:
                 self._escaped = False
@@ -545,8 +557,6 @@ class _CallObject:
         elif char in "{[":
             self._closers += "}" if char == "{" else "]"
         elif char in "}]":
-            if self._closers[-1:] != char:
-                self.state = "bad"
             self._closers = self._closers[:-1]
         if not self._closers and not self._quoted and char in '}]"':
             self._expect = self._after
@@ -561,7 +571,7 @@ class _CallObject:
 
     def _string(self, char: str) -> bool:
         """Take a character of a string that is read whole; whether it is the last."""
-        self._token += char
+        self._token.append(char)
         if self._escaped:
             self._escaped = False
         elif char == "\\":
@@ -572,7 +582,7 @@ class _CallObject:
 
     def _loaded(self) -> str:
         try:
-            return str(json.loads(self._token))
+            return str(json.loads("".join(self._token)))
         except ValueError:
             self.state = "bad"
             return ""
