@@ -60,6 +60,8 @@ _requests = logging.getLogger("octavo.requests")
 
 SMALL_BODY = 1 << 15
 """Bodies up to this many bytes are decoded and tokenised at once; larger ones in a thread, beside the event loop."""
+HUGE_BODY = 1 << 20
+"""From here on they wait for each other, so that those between need not wait for them."""
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -127,6 +129,7 @@ class Application:
         self._keys = [hashlib.sha256(key.encode()).hexdigest() for key in config.api_key]
         self._longest_token = max(len(llm.tokenizer.token_bytes(token)) for token in range(llm.tokenizer.vocab_size))
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="octavo-text")
+        self._slow_thread = ThreadPoolExecutor(1, thread_name_prefix="octavo-huge")
         self._document = encode(document(self.names))
 
     def asgi(self) -> Starlette:
@@ -159,7 +162,8 @@ class Application:
         return starlette
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._slow_thread):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     # ── small endpoints ──
 
@@ -219,14 +223,9 @@ class Application:
         body = await self._read(http.scope, http.receive, DetokenizeRequest)
         self._check_model(body.model)
         vocab_size = self.llm.tokenizer.vocab_size
-        for token in body.tokens:
-            if token >= vocab_size:
-                raise APIError(
-                    400,
-                    f"tokens: {token} is not a token id from 0 to {vocab_size - 1}",
-                    param="tokens",
-                    code="invalid_value",
-                )
+        if (token := max(body.tokens, default=0)) >= vocab_size:
+            message = f"tokens: {token} is not a token id from 0 to {vocab_size - 1}"
+            raise APIError(400, message, param="tokens", code="invalid_value")
         text = await self._beside(len(body.tokens), self.llm.tokenizer.decode, body.tokens, False)
         return _json(DetokenizeReply(text))
 
@@ -301,7 +300,8 @@ class Application:
         """Do work on `size` bytes, in a thread if they are many, so that the event loop stays quick."""
         if size <= SMALL_BODY:
             return work(*arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+        threads = self._threads if size <= HUGE_BODY else self._slow_thread
+        return await asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
 
     async def _tokens(self, text: str, special: bool, *, limited: bool = True) -> list[int]:
         """A text's tokens. Raises RequestTooLarge for one that is hopelessly long, without counting them."""

@@ -388,7 +388,7 @@ class DetokenizeRequest(Struct, kw_only=True):
     """The body of /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Meta(max_length=1 << 20)]
 
 
 # ── replies ──────────────────────────────────────────────────────────────────────────────────────────────────────
