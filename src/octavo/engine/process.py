@@ -400,7 +400,7 @@ def main(fd: int) -> int:
     try:
         [launch] = channel.receive(wait=True)
         assert isinstance(launch, Launch)
-        logging.basicConfig(level=logging.INFO, handlers=[_Forward(channel)])
+        logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[_Forward(channel)])
         try:
             engine = assemble(open_checkpoint(Path(launch.path)), launch.config)
         except (ConfigError, ModelError) as error:
