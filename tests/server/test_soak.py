@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from bench.idle_connections import Crowd, at_rest, stream_speed
 from bench.load import Connection, Server
 from bench.soak import ABANDONED, OPTIONS, Soak, settle
+from tests.server.serving import serving, until
 
 PATIENCE_S = 20.0
 POOL = "--kv-cache-memory-bytes=12MiB"
@@ -85,3 +89,22 @@ def test_gauges_follow_a_request_that_is_dropped(server: Server) -> None:
     assert left == []
     time.sleep(0.3)
     assert server.metrics()["generation_tokens_total"] == after["generation_tokens_total"]
+
+
+def test_a_client_that_does_not_read_holds_up_nobody(model_path: Path, tmp_path: Path) -> None:
+    """Its socket is full and its answer computed nevertheless; the end of the server does not wait for it."""
+    path, log = tmp_path / "socket", tmp_path / "log"
+    body = b'{"prompt": [5, 6], "max_tokens": 220, "ignore_eos": true, "stream": true, "logprobs": 20}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: o\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    options = ("--uds", str(path), "--drain-timeout", "0.1")
+    with serving(log, model_path, POOL, *OPTIONS, *options) as server, socket.socket(socket.AF_UNIX) as stalled:
+        stalled.connect(str(path))
+        stalled.sendall(head % len(body) + body)
+        assert stalled.recv(12) == b"HTTP/1.1 200"
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://o") as http:
+            computed = re.compile(r'request_success_total\{.*="length".*\} 1\.0')
+            until(lambda: computed.search(http.get("/metrics").text) is not None, PATIENCE_S)
+        assert server.stop() == 0
+        [drained] = [line for line in server.lines() if line["message"] == "drained"]
+        assert (drained["cut"], drained["stalled"]) == (0, 1)
+        assert not [line for line in server.lines() if line["level"] == "error"]
