@@ -114,6 +114,11 @@ def test_blanks_in_json_have_a_bound(make_llm):
     assert json.loads(choice.text) == [1]
 
 
+def test_one_of_several_schemas_is_any_of_them(make_llm):
+    guide = Guide("json_schema", json.dumps({"oneOf": [{"enum": [1, 22]}, {"const": "x"}]}))
+    assert {choice.text for choice in answers(make_llm(), guided(guide, n=32))} == {"1", "22", '"x"'}
+
+
 @pytest.mark.parametrize("guide", [Guide("choice", '[""]'), Guide("regex", "a{0}")])
 def test_an_answer_may_have_to_be_empty(make_llm, guide):
     [choice] = answers(make_llm(), guided(guide))
@@ -352,11 +357,13 @@ def test_matchers_go_with_their_sequences(make_llm):
 def test_compiled_guides_have_a_bound():
     tokenizer = byte_tokenizer()
     guides = Guides(tokenizer, tokenizer.vocab_size)
+    guides.check(DATE)
+    used_all_along = guides._compiled[DATE]
     for count in range(1, MAX_COMPILED + 10):
         guides.check(Guide("regex", f"a{{{count}}}"))
         guides.check(DATE)
     assert len(guides._compiled) == MAX_COMPILED
-    assert DATE in guides._compiled
+    assert guides._compiled[DATE] is used_all_along
     assert guides.check_soon(DATE).result() is None
 
 
