@@ -116,7 +116,7 @@ def test_blanks_in_json_have_a_bound(make_llm):
 
 def test_one_of_several_schemas_is_any_of_them(make_llm):
     guide = Guide("json_schema", json.dumps({"oneOf": [{"enum": [1, 22]}, {"const": "x"}]}))
-    assert {choice.text for choice in answers(make_llm(), guided(guide, n=32))} == {"1", "22", '"x"'}
+    assert {choice.text for choice in answers(make_llm(), guided(guide, n=32, temperature=50))} == {"1", "22", '"x"'}
 
 
 @pytest.mark.parametrize("guide", [Guide("choice", '[""]'), Guide("regex", "a{0}")])
