@@ -291,4 +291,8 @@ def test_a_port_in_use_and_a_model_that_is_none(served: Served, model_path: Path
     done = run(str(model_path), "--port", "0", "--kv-cache-memory-bytes", "1")
     assert done.returncode == 2
     assert "--kv-cache-memory-bytes" in done.stderr
+    (tmp_path / "broken.jinja").write_text("{% for %}")
+    done = run(str(model_path), "--port", "0", *SMALL, "--chat-template", str(tmp_path / "broken.jinja"))
+    assert done.returncode == 2
+    assert "--chat-template: is no Jinja template" in done.stderr
     assert "Traceback" not in done.stderr

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from jinja2 import TemplateSyntaxError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -28,7 +29,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from octavo import __version__
 from octavo.engine.async_llm import AsyncLLM, RequestStream
-from octavo.errors import EngineDead, InvalidRequest, Overloaded, RequestTooLarge
+from octavo.errors import ConfigError, EngineDead, InvalidRequest, Overloaded, RequestTooLarge
+from octavo.models.tokenizer import Tokenizer
 from octavo.server.metrics import CONTENT_TYPE, Metrics, RequestMetrics
 from octavo.server.openapi import document
 from octavo.server.protocol import (
@@ -125,6 +127,7 @@ class Application:
         self.created = int(time.time())
         if (template := config.template()) is not None:
             llm.tokenizer.set_chat_template(template)
+            _check_template(llm.tokenizer)
         self._root = model
         self._keys = [hashlib.sha256(key.encode()).hexdigest() for key in config.api_key]
         self._longest_token = max(len(llm.tokenizer.token_bytes(token)) for token in range(llm.tokenizer.vocab_size))
@@ -133,7 +136,7 @@ class Application:
         self._document = encode(document(self.names))
 
     def asgi(self) -> Starlette:
-        """The ASGI application."""
+        """What a server of ASGI applications runs."""
         routes = [
             Route("/v1/completions", _Generating(self, self._completion, "cmpl"), methods=["POST"]),
             Route("/v1/chat/completions", _Generating(self, self._chat, "chatcmpl"), methods=["POST"]),
@@ -723,6 +726,16 @@ async def _merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, 
 def _constraint(body: GenerationRequest) -> Constraint | None:
     names = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
     return constraint(**{name: getattr(body, name) for name in names})
+
+
+def _check_template(tokenizer: Tokenizer) -> None:
+    """Raise ConfigError for a template that is none; one may well refuse this conversation."""
+    try:
+        tokenizer.render_chat([{"role": "user", "content": "a"}])
+    except InvalidRequest as error:
+        if isinstance(error.__cause__, TemplateSyntaxError):
+            what = f"{error.__cause__} (line {error.__cause__.lineno})"
+            raise ConfigError("chat_template", f"is no Jinja template: {what}") from error
 
 
 def _cut_after(text: str, message: dict[str, Any]) -> str:
