@@ -217,6 +217,26 @@ def test_heads_that_are_too_large(small: Served) -> None:
         assert answer == b"" or b" 431 " in answer
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GARBAGE\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(50),  # TLS
+        b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"GET http://x:99999999/ HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nBad Header: x\r\n\r\n",
+    ],
+)
+def test_what_is_no_http(small: Served, head: bytes) -> None:
+    with socket.create_connection(small.address) as sock:
+        sock.sendall(head)
+        first, _, rest = ends(sock, 5).partition(b"\r\n")
+    assert first == b"HTTP/1.1 400 Bad Request"
+    assert json.loads(rest.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+
+
 def test_too_much_at_once(small: Served) -> None:
     error = small.refused(COMPLETIONS, prompt=["a"] * 9)
     assert (error["code"], error["param"]) == ("too_many_prompts", "prompt")

@@ -23,12 +23,13 @@ from typing import Any
 
 import msgspec
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from octavo.config import EngineConfig
 from octavo.engine.async_llm import AsyncLLM
 from octavo.errors import ConfigError
 from octavo.server.app import Application
+from octavo.server.protocol import APIError, encode
 from octavo.server.settings import ServerConfig
 
 _log = logging.getLogger("octavo.server")
@@ -158,10 +159,16 @@ def _connection(header_timeout: float) -> type[HttpToolsProtocol]:
                 self._head_bytes += len(data)
             super().data_received(data)
             if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-                self.transport.write(
-                    b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-                )
-                self.transport.close()
+                self._refuse(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes")
+
+        def send_400_response(self, msg: str) -> None:
+            self._refuse(400, "this is no HTTP request")
+
+        def _refuse(self, status: int, message: str) -> None:
+            body = encode(APIError(status, message, code="invalid_http").body())
+            head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            self.transport.write(STATUS_LINE[status] + head.encode() + body)
+            self.transport.close()
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
@@ -302,5 +309,6 @@ def _log_as_json() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JSONLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    for name in ("uvicorn", "uvicorn.error", "asyncio"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
+    for name in ("uvicorn", "uvicorn.error"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # warns of what clients do wrong, which they are told
