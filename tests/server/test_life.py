@@ -62,7 +62,7 @@ def test_a_client_that_goes_without_having_read(served: Served, path: str, strea
 
 def test_a_client_that_goes_before_the_first_token(served: Served) -> None:
     before = aborts(served)
-    sock = served.raw(request(prompt=list(range(3000, 4500)), stream=True, **LONG))
+    sock = served.raw(request(prompt=list(range(30_000, 31_500)), stream=True, **LONG))
     until(lambda: served.metric("num_requests_running") == 1)
     sock.close()
     served.settle()
