@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import subprocess
 import sys
 from typing import Any
@@ -99,3 +101,17 @@ def test_chat_talks_to_it_as_to_a_model_of_its_own(served: Served, llm: LLM) -> 
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
     assert change(before, counts(served))["prefix_cache_hits_total"] >= 16  # the second turn finds the first
+
+
+def test_a_request_is_seen_while_its_only_step_is_computed(served: Served) -> None:
+    seen = False
+    for attempt in range(100):  # the step may be over before anybody looks
+        prompt = [100 + attempt * 120 + i for i in range(120)]
+        sock = served.raw(json.dumps({"prompt": prompt, "max_tokens": 1}).encode())
+        while not seen and not select.select([sock], [], [], 0)[0]:
+            seen = served.metric("num_requests_running") == 1 and served.metric("kv_pages", state="referenced") == 8
+        assert sock.recv(12) == b"HTTP/1.1 200"
+        sock.close()
+        if seen:
+            break
+    assert seen

@@ -217,10 +217,14 @@ class AsyncLLM:
         return sum(stream.scheduled_at is None for stream in self._streams.values())
 
     def stats(self) -> EngineStats:
-        """The engine after its latest step or command. Counters go on over a restart."""
+        """The engine after its latest step or command. Counters go on over a restart.
+
+        What the engine has not looked at yet, as it is in the middle of a step or not there, is waiting too.
+        """
         before, now = self._before, self._stats
+        num_waiting = now.num_waiting + sum(not stream._accepted.done() for stream in self._streams.values())
         sums = {name: getattr(before, name) + getattr(now, name) for name in COUNTERS}
-        return msgspec.structs.replace(now, **sums, finished=dict(self._finished))
+        return msgspec.structs.replace(now, **sums, num_waiting=num_waiting, finished=dict(self._finished))
 
     async def submit(self, request: Request) -> RequestStream:
         """Queue a request. While the engine is being restarted, this waits for it.

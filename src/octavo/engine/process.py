@@ -163,7 +163,7 @@ class Stepped(Message, tag=True):
 
 
 class Changed(Message, tag=True):
-    """Commands changed what there is, and no step follows."""
+    """Commands changed what there is, and a step that follows is still being computed."""
 
     stats: EngineStats
 
@@ -303,6 +303,11 @@ def serve(engine: Engine, channel: Channel) -> None:
     """
     core = engine.core
     compiling: list[tuple[Future[None], Add]] = []
+
+    def planned() -> None:
+        channel.send(Changed(stats_of(engine)))
+        channel.flush()
+
     while True:
         commands = channel.receive(wait=not core.has_work and not compiling)
         for command in commands:
@@ -330,7 +335,7 @@ def serve(engine: Engine, channel: Channel) -> None:
             continue
         channel.flush()
         began = time.monotonic()
-        outputs = core.step()
+        outputs = core.step(planned if commands else None)
         ended = time.monotonic()
         channel.send(Stepped(began, ended, core.scheduler.newly_scheduled, outputs, stats_of(engine)))
         channel.flush()
