@@ -77,15 +77,15 @@ def test_without_options_the_fields_defaults_hold(monkeypatch: pytest.MonkeyPatc
 
 def test_every_option_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
     options = (
-        "--block-size 32 --max-num-seqs 3 --max-num-batched-tokens 77 --kv-cache-memory-bytes 1.5GiB "
-        "--no-enable-prefix-caching --max-model-len 99 --seed 12 --num-threads 1 --kv-cache-dtype fp32 "
-        "--backend reference --temperature 0.5 --top-p 0.25 --top-k 7 --min-p 0.125 --presence-penalty 1 "
-        "--frequency-penalty -1 --repetition-penalty 1.5 --stop end --stop halt --stop-token-ids 4 --stop-token-ids 5 "
-        "--include-stop-str-in-output --min-tokens 2 --max-tokens 9 --ignore-eos --logprobs 3 --prompt-logprobs 1 "
-        "--logit-bias 42=-1.5 --logit-bias 7=2 --beam-width 6 --length-penalty 0.5"
+        "--block-size 32 --max-num-seqs 3 --max-num-batched-tokens 77 --scheduling-policy priority "
+        "--kv-cache-memory-bytes 1.5GiB --no-enable-prefix-caching --max-model-len 99 --seed 12 --num-threads 1 "
+        "--kv-cache-dtype fp32 --backend reference --temperature 0.5 --top-p 0.25 --top-k 7 --min-p 0.125 "
+        "--presence-penalty 1 --frequency-penalty -1 --repetition-penalty 1.5 --stop end --stop halt --stop-token-ids "
+        "4 --stop-token-ids 5 --include-stop-str-in-output --min-tokens 2 --max-tokens 9 --ignore-eos --logprobs 3 "
+        "--prompt-logprobs 1 --logit-bias 42=-1.5 --logit-bias 7=2 --beam-width 6 --length-penalty 0.5"
     )
     config, params = what_would_load(monkeypatch, "generate", "m", "hello", *options.split())
-    assert config == EngineConfig(32, 3, 77, 3 << 29, False, 99, 12, 1, "fp32", "reference")
+    assert config == EngineConfig(32, 3, 77, "priority", 3 << 29, False, 99, 12, 1, "fp32", "reference")
     assert params == SamplingParams(
         temperature=0.5,
         top_p=0.25,
@@ -113,6 +113,8 @@ def test_every_field_has_an_option_that_says_what_it_does() -> None:
     _, text, _ = octavo("generate", "--help")
     options = re.split(r"^  (?=-)", text, flags=re.MULTILINE)[1:]
     for field in [*fields(EngineConfig), *fields(SamplingParams)]:
+        if field.name in cli.NO_OPTIONS:
+            continue
         [option] = [one for one in options if f"--{field.name.replace('_', '-')} " in f"{one.split(chr(10))[0]} "]
         assert re.search(r"  \S+ \S+", option), option
 
@@ -212,7 +214,7 @@ def test_the_version_and_help_need_no_model() -> None:
     assert octavo("--version") == (0, "octavo 0.1.0\n", "")
     status, out, _ = octavo("--help")
     assert status == 0
-    assert re.findall(r"^  (\w+)  ", out, re.MULTILINE) == ["generate", "chat", "pull"]
+    assert re.findall(r"^  (\w+)  ", out, re.MULTILINE) == ["generate", "chat", "serve", "pull"]
 
 
 # ── generate ──────────────────────────────────────────────────────────────────────────────────────────────────────

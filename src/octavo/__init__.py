@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from octavo.config import EngineConfig
     from octavo.engine.llm import LLM, RequestOutput
     from octavo.errors import AuditError, ConfigError, InvalidRequest, ModelError, OctavoError, RequestTooLarge
-    from octavo.types import SamplingParams
+    from octavo.types import Guide, SamplingParams
 
 __version__ = "0.1.0"
 
@@ -24,6 +24,7 @@ __all__ = [
     "AuditError",
     "ConfigError",
     "EngineConfig",
+    "Guide",
     "InvalidRequest",
     "ModelError",
     "OctavoError",
@@ -35,6 +36,7 @@ __all__ = [
 
 _HOME = {
     "EngineConfig": "config",
+    "Guide": "types",
     "LLM": "engine.llm",
     "RequestOutput": "engine.llm",
     "SamplingParams": "types",

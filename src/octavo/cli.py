@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, fields, replace
+from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -21,13 +23,16 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from typer.core import TyperCommand
 
 from octavo import __version__
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, InvalidRequest, OctavoError
+from octavo.server.settings import ServerConfig
 from octavo.types import SamplingParams
 
 if TYPE_CHECKING:
+    from octavo.client import Delta, RemoteChat
     from octavo.engine.llm import LLM, StreamEvent
 
 app = typer.Typer(
@@ -69,7 +74,7 @@ SAMPLING_HELP = {
 
 
 def takes(*, without: tuple[str, ...] = (), **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command an option for each field of the EngineConfig and SamplingParams among its parameters.
+    """Give a command an option for each field of the configurations (see CONFIGS) among its parameters.
 
     The command receives the dataclasses, built and checked. A field that both have (`seed`) is one option for both.
     `defaults` replaces the fields' own; those in `without` get no option.
@@ -77,10 +82,10 @@ def takes(*, without: tuple[str, ...] = (), **defaults: Any) -> Callable[[Callab
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True).parameters.values()
-        configs = {p.name: p.annotation for p in own if p.annotation in (EngineConfig, SamplingParams)}
+        configs = {p.name: p.annotation for p in own if p.annotation in CONFIGS}
         parameters = {p.name: p for p in own if p.name not in configs}
         taken = {
-            name: [field.name for field in fields(config) if field.name not in without]
+            name: [field.name for field in fields(config) if field.name not in (*without, *NO_OPTIONS)]
             for name, config in configs.items()
         }
         for name, config in configs.items():
@@ -112,29 +117,67 @@ def _option(config: type, name: str, defaults: dict[str, Any]) -> inspect.Parame
         flags = ["-n", "--n"]
     elif name.endswith("_bytes"):
         settings = {"parser": parse_bytes, "metavar": "SIZE"}
+        default = default if default is None else f"{default >> 20}MiB"
     elif name in LISTS:
         hint, default, settings = LISTS[name], [], {"show_default": False}
     elif hint is bool and default:
         flags = []  # Typer then makes a pair, --enable-… and --no-enable-…
-    if config is EngineConfig:
-        about, panel = _engine_help().get(name, ""), "Engine"
-    else:
-        about, panel = SAMPLING_HELP[name], "Sampling"
-    settings |= {"help": f"{about[:1].upper()}{about[1:]}.", "rich_help_panel": panel}
+    about = SAMPLING_HELP[name] if config is SamplingParams else _help_of(config)[name]
+    settings |= {"help": f"{about[:1].upper()}{about[1:]}.", "rich_help_panel": PANELS.get(name, CONFIGS[config])}
     if name in METAVARS:
         settings["metavar"] = METAVARS[name]
     annotation = Annotated[hint, typer.Option(*flags, **settings)]  # type: ignore[valid-type]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-LISTS = {"stop": list[str], "stop_token_ids": list[int], "logit_bias": list[str]}
-METAVARS = {"stop": "TEXT", "stop_token_ids": "TOKEN", "logit_bias": "TOKEN=BIAS"}
+CONFIGS: dict[type, str] = {EngineConfig: "Engine", SamplingParams: "Sampling", ServerConfig: "Server"}
+"""What options are made of, and the headings under which they stand."""
+NO_OPTIONS = ("guide",)
+LISTS: dict[str, Any] = {
+    "stop": list[str],
+    "stop_token_ids": list[int],
+    "logit_bias": list[str],
+    **dict.fromkeys(("allowed_origins", "served_model_name", "api_key"), list[str]),
+}
+METAVARS = {
+    "stop": "TEXT",
+    "stop_token_ids": "TOKEN",
+    "logit_bias": "TOKEN=BIAS",
+    "allowed_origins": "ORIGIN",
+    "served_model_name": "NAME",
+    "api_key": "KEY",
+}
+PANELS = {
+    **dict.fromkeys(("host", "port", "uds", "allowed_origins"), "Network"),
+    **dict.fromkeys(("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"), "HTTPS"),
+    **dict.fromkeys(("served_model_name", "chat_template", "max_logprobs"), "API"),
+    **dict.fromkeys(("api_key", "share_prefixes"), "Keys"),
+    **dict.fromkeys(("max_body_bytes", "max_prompts_per_request", "max_queued_requests"), "Limits"),
+    **dict.fromkeys(("header_timeout", "body_timeout", "timeout_keep_alive", "drain_timeout"), "Limits"),
+    **dict.fromkeys(("disable_log_requests", "log_prompts", "metrics_namespace"), "Watching"),
+}
 
 
-def _engine_help() -> dict[str, str]:
-    """The lines `name: text.` of EngineConfig's docstring."""
-    lines = re.findall(r"^(\w+): (.+)\.$", inspect.getdoc(EngineConfig) or "", re.MULTILINE)
+def _help_of(config: type) -> dict[str, str]:
+    """The lines `name: text.` of a configuration's docstring."""
+    lines = re.findall(r"^(\w+): (.+)\.$", inspect.getdoc(config) or "", re.MULTILINE)
     return {name: text.replace("; None ", "; the default ") for name, text in lines}
+
+
+class Command(TyperCommand):
+    """Lists its options under their headings."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is not None:
+                default = "Arguments" if param.param_type_name == "argument" else "Options"
+                sections.setdefault(getattr(param, "rich_help_panel", None) or default, []).append(record)
+        if "Options" in sections:
+            sections["Options"] = sections.pop("Options")  # what has no heading comes last
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
 
 
 def _from_option(name: str, value: Any) -> Any:
@@ -181,7 +224,7 @@ def _octavo(
     pass
 
 
-@app.command()
+@app.command(cls=Command)
 @takes(temperature=0.0, max_tokens=128, seed=0)
 def generate(
     model: Model,
@@ -223,11 +266,12 @@ ONE_ANSWER = ("n", "logprobs", "prompt_logprobs", "use_beam_search", "beam_width
 CHAT_HELP = "/reset begins anew, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
-@app.command()
+@app.command(cls=Command)
 @takes(temperature=0.7, top_p=0.9, max_tokens=512, seed=0, without=ONE_ANSWER)
 def chat(
-    model: Model,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
     system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    url: Annotated[str | None, typer.Option(metavar="URL", help="Talk to this OpenAI-compatible server.")] = None,
     *,
     sampling: SamplingParams,
     engine: EngineConfig,
@@ -236,10 +280,13 @@ def chat(
 
     Each turn computes only what is new: the conversation so far is found in the cache. Ctrl-C stops an answer, Ctrl-D
     leaves. Lines of a pipe are taken as turns.
+
+    With --url no model is loaded; MODEL is then a name that the server knows, or its first one, and OPENAI_API_KEY in
+    the environment its key.
     """
     start = [{"role": "system", "content": system}] if system is not None else []
     messages = list(start)
-    with _load(model, engine) as llm:
+    with _remote(url, model, engine) if url is not None else _load(model, engine) as llm:
         if sys.stdin.isatty():
             aside.print(CHAT_HELP, style="dim")
         for line in _lines():
@@ -259,7 +306,63 @@ def chat(
                     messages += [turn, {"role": "assistant", "content": answer}]
 
 
-@app.command()
+def _from_file(context: typer.Context, path: Path | None) -> Path | None:
+    """Take defaults from a YAML file: the names of options, with hyphens or underscores, and their values."""
+    if path is None:
+        return None
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError("config", f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError("config", f"{path} must map the names of options to values")
+    known = {str(parameter.name): parameter for parameter in context.command.params}
+    defaults: dict[str, Any] = {}
+    for key, value in values.items():
+        name = str(key).removeprefix("--").replace("-", "_")
+        if name not in known or name in ("config", "help"):
+            close = get_close_matches(name, known, n=1)
+            hint = f": did you mean {close[0].replace('_', '-')}?" if close else ""
+            raise ConfigError("config", f"{path} has {str(key)[:60]!r}, which is no option{hint}")
+        if isinstance(value, dict):
+            raise ConfigError("config", f"{path} has a table at {key}, where a value belongs")
+        listed = name in LISTS and not isinstance(value, list)
+        defaults[name] = [value] if listed else value
+    context.default_map = {**(context.default_map or {}), **defaults}
+    return path
+
+
+@app.command(cls=Command)
+@takes()
+def serve(
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Take options from this YAML file.", is_eager=True, callback=_from_file),
+    ] = None,
+    *,
+    server: ServerConfig,
+    engine: EngineConfig,
+) -> None:
+    """Serve a model with OpenAI's API.
+
+    Any OpenAI client works with the base URL http://127.0.0.1:8000/v1. An option given here counts more than the same
+    one in --config, which may name the MODEL too. SIGTERM and Ctrl-C let running requests finish.
+    """
+    if model is None:
+        raise ConfigError("model", "name one: octavo serve MODEL")
+    if key := os.environ.get("OCTAVO_API_KEY"):
+        server = replace(server, api_key=(*server.api_key, key))
+    path = _fetch(model)
+
+    from octavo.server.listen import run  # takes a moment
+
+    raise typer.Exit(run(path, model, server, engine))
+
+
+@app.command(cls=Command)
 def pull(model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None) -> None:
     """Fetch a model and print its path, or list the catalogue."""
     from octavo.models.catalog import MODELS
@@ -336,7 +439,18 @@ def _fetch(model: str) -> Path:
         return resolve(model, progress=lambda done, total: bar.update(task, completed=done, total=total, visible=True))
 
 
-def _load(model: str, config: EngineConfig) -> LLM:
+def _remote(url: str, model: str | None, config: EngineConfig) -> RemoteChat:
+    from octavo.client import RemoteChat
+
+    for knob in fields(EngineConfig):
+        if knob.name != "seed" and getattr(config, knob.name) != knob.default:
+            raise ConfigError(knob.name, "is an option of the engine, and with --url that is the server's")
+    return RemoteChat(url, model, os.environ.get("OPENAI_API_KEY"))
+
+
+def _load(model: str | None, config: EngineConfig) -> LLM:
+    if model is None:
+        raise InvalidRequest("model", "name one, or a server with --url")
     path = _fetch(model)
     with aside.status(f"Loading {model}") if aside.is_terminal else nullcontext():
         from octavo.engine.llm import LLM  # takes a moment: numpy, tokenizers, the native kernels
@@ -380,15 +494,14 @@ def _lines() -> Iterator[str]:
                 yield line
 
 
-def _show(llm: LLM, events: Iterator[StreamEvent]) -> tuple[str, bool]:
+def _show(llm: LLM | RemoteChat, events: Iterator[StreamEvent | Delta]) -> tuple[str, bool]:
     """Print an answer as it comes. Returns its text, and whether it is whole: Ctrl-C ends it early."""
     before, start, first_s = llm.stats(), time.monotonic(), 0.0
-    text, num_tokens, whole = "", 0, True
+    text, whole = "", True
     with closing(events):  # type: ignore[type-var]  # a generator
         try:
             for event in events:
                 first_s = first_s or time.monotonic() - start
-                num_tokens += len(event.token_ids)
                 text += event.text
                 sys.stdout.write(event.text)
                 sys.stdout.flush()
@@ -398,7 +511,8 @@ def _show(llm: LLM, events: Iterator[StreamEvent]) -> tuple[str, bool]:
     sys.stdout.flush()
     if aside.is_terminal:
         after = llm.stats()
-        hits, queried = (after[key] - before[key] for key in ("hit_tokens", "queried_tokens"))
+        counts = ("generation_tokens", "hit_tokens", "queried_tokens")
+        num_tokens, hits, queried = (after[key] - before[key] for key in counts)
         rate = max(num_tokens - 1, 0) / max(time.monotonic() - start - first_s, 1e-9)
         aside.print(
             f"{num_tokens} tokens, {rate:.0f}/s, the first after {first_s:.2f} s; "
@@ -420,7 +534,7 @@ def _plain(value: Any) -> Any:
 def _as_option(error: OctavoError) -> str:
     """The error's text, with an option's name as it is typed."""
     name = getattr(error, "option", getattr(error, "field", ""))
-    known = {field.name for config in (EngineConfig, SamplingParams) for field in fields(config)} | {"file"}
+    known = {field.name for config in CONFIGS for field in fields(config)} | {"file", "config"}
     return f"--{name.replace('_', '-')}{str(error).removeprefix(name)}" if name in known else str(error)
 
 

@@ -50,6 +50,7 @@ class EngineConfig:
     block_size: tokens in a page.
     max_num_seqs: sequences running at once.
     max_num_batched_tokens: tokens computed in one step.
+    scheduling_policy: "fcfs" serves in the order of arrival, "priority" lower values of Request.priority first.
     kv_cache_memory_bytes: size of the page pool; None sizes it from the memory that is free.
     enable_prefix_caching: whether finished and running prompts' pages are found again.
     max_model_len: longest prompt + answer; None takes the model's context length.
@@ -62,6 +63,7 @@ class EngineConfig:
     block_size: int = 16
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    scheduling_policy: str = "fcfs"
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
     max_model_len: int | None = None
@@ -77,6 +79,8 @@ class EngineConfig:
             raise ConfigError("kv_cache_dtype", f"must be auto, {', '.join(ITEM_BYTES)}; got {self.kv_cache_dtype!r}")
         if self.backend not in ("auto", "cpu", "reference"):
             raise ConfigError("backend", f"must be auto, cpu or reference; got {self.backend!r}")
+        if self.scheduling_policy not in ("fcfs", "priority"):
+            raise ConfigError("scheduling_policy", f"must be fcfs or priority; got {self.scheduling_policy!r}")
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError("enable_prefix_caching", f"must be true or false, got {self.enable_prefix_caching!r}")
         _integer("seed", self.seed, 0, 2**64 - 1)

@@ -5,6 +5,8 @@ OctavoError
 │   └── RequestTooLarge     it can never fit, however long it waits
 ├── ConfigError         an option of the engine is wrong; `.option` names it
 ├── ModelError          a model's file is missing, corrupt or unsupported; `.path` names it
+├── Overloaded          too many requests are queued: try again later
+├── EngineDead          the engine's process is gone, or going
 └── AuditError          page accounting does not add up: a fault in Octavo itself
 """
 
@@ -39,6 +41,14 @@ class ModelError(OctavoError):
     def __init__(self, path: object, message: str) -> None:
         super().__init__(f"{path}: {message}")
         self.path = str(path)
+
+
+class Overloaded(OctavoError):
+    """The queue is full. The request was not taken, and may be sent again."""
+
+
+class EngineDead(OctavoError):
+    """The process that computes is gone, or is being stopped; what was asked of it is lost."""
 
 
 class AuditError(OctavoError, AssertionError):

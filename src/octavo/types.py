@@ -9,15 +9,41 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from octavo.errors import InvalidRequest
 
 FinishReason = Literal["stop", "length", "abort"]
+GuideKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
 
 MAX_SEED = 2**64 - 1
 MAX_CHOICES = 1024
 MAX_LOGPROBS = 1024
+MAX_GUIDE_CHARS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """What an answer must look like, whatever the model would rather say.
+
+    `spec` is for json_schema the schema and for choice a list of texts, both as JSON; for regex an expression that the
+    whole answer matches; for grammar a grammar in Lark's or llama.cpp's notation; for json_object it is empty.
+
+    Raises InvalidRequest("guide"). Whether the text says anything sensible is found out by compiling it.
+    """
+
+    kind: GuideKind
+    spec: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GuideKind):
+            raise InvalidRequest("guide", f"kind must be one of {get_args(GuideKind)}, got {_short(self.kind)}")
+        if not isinstance(self.spec, str) or (self.kind == "json_object") != (self.spec == ""):
+            raise InvalidRequest("guide", f"a {self.kind} guide cannot be {_short(self.spec)}")
+        if not self.spec.isascii() and any("\ud800" <= char <= "\udfff" for char in self.spec):
+            raise InvalidRequest("guide", "is not valid Unicode text")
+        if len(self.spec) > MAX_GUIDE_CHARS:
+            raise InvalidRequest("guide", f"has {len(self.spec)} characters, and the limit is {MAX_GUIDE_CHARS}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +53,9 @@ class SamplingParams:
     `n` choices are drawn from one stored prompt; choice i uses `seed + i`. `top_k` 0 or -1 and `top_p` 1 switch
     those filters off. `max_tokens` None means "up to the context length". With `use_beam_search` the `n` best of
     `beam_width` beams are returned, scored by sum of log-probabilities / length ** length_penalty.
+
+    With a `guide` only tokens that it allows are drawn, and an end of the text only where it is complete. Where nothing
+    else may follow the answer ends, even below `min_tokens` and with `ignore_eos`.
 
     Raises InvalidRequest naming the field.
     """
@@ -52,6 +81,7 @@ class SamplingParams:
     use_beam_search: bool = False
     beam_width: int = 4
     length_penalty: float = 1.0
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_CHOICES)
@@ -90,6 +120,10 @@ class SamplingParams:
             _number("length_penalty", self.length_penalty, -10.0, 10.0)
             if self.stop:
                 raise InvalidRequest("stop", "stop strings do not work with use_beam_search: use stop_token_ids")
+            if self.guide is not None:
+                raise InvalidRequest("guide", "does not work with use_beam_search")
+        if self.guide is not None and not isinstance(self.guide, Guide):
+            raise InvalidRequest("guide", f"must be a Guide, got {_short(self.guide)}")
 
     @property
     def greedy(self) -> bool:
@@ -129,7 +163,7 @@ class Request:
     """One prompt to be continued.
 
     `identity` names whose prefix-cache root the prompt may share (tenant, adapter, salt); requests of different
-    identities never share a page. Lower `priority` is served first.
+    identities never share a page. Where the engine's scheduling_policy is "priority", lower values are served first.
     """
 
     request_id: str
@@ -153,8 +187,9 @@ class Draw(NamedTuple):
     """One token to be chosen from the logits after a slice's last token.
 
     `token_ids` holds the sequence so far, of which the first `num_prompt_tokens` are prompt: penalties and min_tokens
-    look at them. `num_top` log-probabilities are returned beside the chosen token's. The noise is a function of
-    `seed` and the position `len(token_ids)` alone.
+    look at them, and a guide's state is a function of what follows. It is the sequence's own array and lives as long.
+    `num_top` log-probabilities are returned beside the chosen token's. The noise is a function of `seed` and the
+    position `len(token_ids)` alone.
     """
 
     params: SamplingParams
@@ -201,6 +236,7 @@ class Sampled(NamedTuple):
     """A chosen (or scored) token: its log-probability, its rank (1 = most likely), and the `num_top` best tokens.
 
     They cost an exponential of the vocabulary: log-probability and rank are 0 where the request asked for none.
+    A `token_id` below 0 is no token: the guide has become too complex to go on, and the choice is aborted.
     """
 
     token_id: int

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from octavo.engine import runner as module
+from octavo.engine.guide import Guides
 from octavo.engine.kv_store import KVStore
 from octavo.engine.runner import ModelRunner, step_inputs, wanted_rows
 from octavo.engine.sampler import Sampler
@@ -35,7 +36,8 @@ class Setup:
         if fill is not None:
             self.store.pool.data[:] = fill
         self.decoder = Decoder(checkpoint, ops, config.context_length)
-        self.runner = ModelRunner(self.decoder, self.store, Sampler((), config.vocab_size))
+        guides = Guides(checkpoint.tokenizer(), config.vocab_size)
+        self.runner = ModelRunner(self.decoder, self.store, Sampler((), config.vocab_size), guides)
 
     def run(self, *slices, page_ops=()):
         return self.runner.execute(StepPlan(1, page_ops, slices)).slices

@@ -23,9 +23,15 @@ def make_engine(
     max_model_len: int = 10_000,
     enable_prefix_caching: bool = True,
     eos: frozenset[int] = frozenset(),
+    scheduling_policy: str = "fcfs",
     **options: int,
 ) -> EngineCore:
-    config = EngineConfig(block_size=block_size, enable_prefix_caching=enable_prefix_caching, **options)
+    config = EngineConfig(
+        block_size=block_size,
+        enable_prefix_caching=enable_prefix_caching,
+        scheduling_policy=scheduling_policy,
+        **options,
+    )
     cache = CacheManager(num_pages, block_size, enable_prefix_caching=enable_prefix_caching)
     scheduler = Scheduler(config, cache, max_model_len=max_model_len, vocab_size=vocab_size, eos_token_ids=eos)
     return EngineCore(scheduler, TokenExecutor(num_pages, block_size, vocab_size), audit=True)

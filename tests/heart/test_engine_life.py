@@ -37,6 +37,7 @@ def test_whatever_happens_around_it_a_request_gets_its_own_tokens(seed: int) -> 
         max_num_seqs=chance.choice([1, 3, 8, 32]),
         max_num_batched_tokens=chance.choice([1, 4, 17, 64]),
         enable_prefix_caching=chance.random() < 0.8,
+        scheduling_policy=chance.choice(["fcfs", "priority"]),
     )
     requests: dict[str, Request] = {}
     dropped: set[str] = set()

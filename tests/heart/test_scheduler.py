@@ -213,11 +213,26 @@ def test_fair_shares() -> None:
     assert fair_shares([], 7) == []
 
 
-def test_lower_priority_value_is_served_first() -> None:
-    engine = make_engine(100, max_num_seqs=1)
+@pytest.mark.parametrize(("policy", "order"), [("priority", ["sooner", "later"]), ("fcfs", ["later", "sooner"])])
+def test_lower_priority_value_is_served_first_if_that_is_the_policy(policy: str, order: list[str]) -> None:
+    engine = make_engine(100, max_num_seqs=1, scheduling_policy=policy)
     engine.add(Request("later", prompt(5), greedy(1), priority=5))
     engine.add(Request("sooner", prompt(5, 1), greedy(1), priority=-5))
-    assert [engine.step()[0].request_id, engine.step()[0].request_id] == ["sooner", "later"]
+    assert [engine.step()[0].request_id, engine.step()[0].request_id] == order
+    engine.close()
+
+
+def test_a_request_is_newly_scheduled_in_the_first_step_that_serves_it() -> None:
+    engine = make_engine(6, max_num_seqs=2, max_num_batched_tokens=4)
+    for name in "abc":
+        engine.add(Request(name, prompt(6, ord(name)), greedy(8)))
+    seen: list[list[str]] = []
+    while engine.has_work:
+        engine.step()
+        seen.append(engine.scheduler.newly_scheduled)
+    assert [step for step in seen if step] == [["a"], ["b"], ["c"]]
+    assert seen[0] == ["a"]
+    assert engine.scheduler.stats.num_preemptions > 0  # coming back is not being new
     engine.close()
 
 

@@ -7,6 +7,8 @@ It owns the order of these calls and nothing else: no texts, no tensors, no cloc
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from octavo.cache import invariants
 from octavo.cache.manager import CacheManager, CacheStats
 from octavo.engine.executor import Executor
@@ -37,7 +39,7 @@ class EngineCore:
 
     def check(self, request: Request) -> None:
         """Raise what `add` would raise about this request, apart from an id in use, and queue nothing."""
-        self.scheduler.check(request)
+        self.scheduler.limits.check(request)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequest, or RequestTooLarge if it could never be served."""
@@ -51,9 +53,10 @@ class EngineCore:
         """End one choice of a request early."""
         self.scheduler.finish(request_id, index)
 
-    def step(self) -> list[Output]:
+    def step(self, planned: Callable[[], None] | None = None) -> list[Output]:
         """Compute one step and say what is new. Returns an empty list when there is nothing to do.
 
+        `planned` is called when it is decided who runs, before anything is computed.
         If the executor raises, the requests of that plan are aborted before the error goes on; nobody else is harmed.
         """
         plan = self.scheduler.schedule()
@@ -63,6 +66,8 @@ class EngineCore:
             return []
         if self._audit:
             invariants.check_plan(self.cache, plan)
+        if planned is not None:
+            planned()
         try:
             result = self._executor.execute(plan)
         except BaseException:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Self
 from octavo.cache.manager import CacheManager
 from octavo.config import EngineConfig, ModelConfig
 from octavo.engine.core import EngineCore
+from octavo.engine.guide import Guides
 from octavo.engine.kv_store import KVStore, available_memory, pool_size
 from octavo.engine.runner import ModelRunner
 from octavo.engine.sampler import Sampler
@@ -125,6 +126,7 @@ class Engine(NamedTuple):
     core: EngineCore
     tokenizer: Tokenizer
     sampler: Sampler
+    guides: Guides
     config: EngineConfig
     model: ModelConfig
     format: KVFormat
@@ -146,10 +148,9 @@ def assemble(checkpoint: Checkpoint, config: EngineConfig, *, audit: bool = Fals
     scheduler = Scheduler(
         config, cache, max_model_len=max_model_len, vocab_size=model.vocab_size, eos_token_ids=eos_token_ids
     )
-    runner = ModelRunner(decoder, KVStore(ops, kv_format, num_pages), sampler)
-    return Engine(
-        EngineCore(scheduler, runner, audit=audit), tokenizer, sampler, config, model, kv_format, max_model_len
-    )
+    guides = Guides(tokenizer, model.vocab_size)
+    core = EngineCore(scheduler, ModelRunner(decoder, KVStore(ops, kv_format, num_pages), sampler, guides), audit=audit)
+    return Engine(core, tokenizer, sampler, guides, config, model, kv_format, max_model_len)
 
 
 def _backend(config: EngineConfig) -> Ops:
@@ -316,6 +317,8 @@ class LLM:
                 text, ids = self._tokens(prompt)
                 request = Request(str(self._num_requests + i), ids, wanted)
                 self._core.check(request)
+                if wanted.guide is not None:
+                    self._engine.guides.check(wanted.guide)
             except InvalidRequest as error:
                 if len(prompts) == 1:
                     raise

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from octavo.engine.guide import Guides, Masks
 from octavo.engine.kv_store import KVStore
 from octavo.engine.sampler import Sampler
 from octavo.ops.api import Floats, Ints, KVPool, StepInputs, Tensor
@@ -33,26 +34,28 @@ class Decoder(Protocol):
 class ModelRunner:
     """Executes plans with one decoder on one pool."""
 
-    def __init__(self, decoder: Decoder, store: KVStore, sampler: Sampler) -> None:
+    def __init__(self, decoder: Decoder, store: KVStore, sampler: Sampler, guides: Guides) -> None:
         self._decoder = decoder
         self._store = store
         self._sampler = sampler
+        self._guides = guides
 
     def execute(self, plan: StepPlan) -> StepResult:
         self._store.apply(plan.page_ops)
         if not plan.slices:
             return StepResult(())
         step = step_inputs(plan.slices)
+        masks = self._guides.begin(plan.slices)
         x = self._decoder.forward(step, self._store.pool)
         logits = self._logits(x, wanted_rows(plan.slices, step.row_start))
-        return StepResult([self._read(piece, logits) for piece in plan.slices])
+        return StepResult([self._read(piece, logits, masks) for piece in plan.slices])
 
     def _logits(self, x: Tensor, rows: Ints) -> Iterator[Floats]:
         """The rows' logits one by one; a block is computed when its first row is asked for."""
         for start in range(0, len(rows), LOGIT_ROWS):
             yield from self._decoder.logits(x, rows[start : start + LOGIT_ROWS])
 
-    def _read(self, piece: Slice, logits: Iterator[Floats]) -> SliceResult:
+    def _read(self, piece: Slice, logits: Iterator[Floats], masks: Masks) -> SliceResult:
         """Take the slice's rows from `logits`, in the order of `wanted_rows`."""
         scores: Sequence[Sampled] = ()
         if piece.num_prompt_logprobs is not None:
@@ -61,7 +64,7 @@ class ModelRunner:
         if not piece.draws:
             return SliceResult((), scores)
         row = next(logits)
-        return SliceResult([self._sampler.draw(row, draw) for draw in piece.draws], scores)
+        return SliceResult([self._sampler.draw(row, draw, masks.of(draw)) for draw in piece.draws], scores)
 
 
 def step_inputs(slices: Sequence[Slice]) -> StepInputs:

@@ -2,7 +2,7 @@
 
 A draw is a pure function of (logits row, Draw). The transforms and their order are vLLM's:
 
-    logit_bias → min_tokens → repetition, frequency, presence penalty → temperature → top_k → top_p → min_p
+    guide → logit_bias → min_tokens → repetition, frequency, presence penalty → temperature → top_k → top_p → min_p
 
 The kept tokens, most likely first and lower ids first among equals, then lie end to end on a line; a point drawn
 uniformly on it names the token. Log-probabilities and ranks are those of the raw logits, before any transform, and
@@ -21,6 +21,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.engine.guide import Mask
 from octavo.ops.api import Floats
 from octavo.types import Draw, Sampled, SamplingParams
 
@@ -61,8 +62,9 @@ class Sampler:
         self._adjusted = np.empty(vocab_size, np.float32)
         self._scratch = np.empty(vocab_size, np.float32)
 
-    def draw(self, logits: Floats, draw: Draw) -> Sampled:
-        """Choose a token. Without `params.logprobs` (and outside beam search) log-probability and rank are left 0.
+    def draw(self, logits: Floats, draw: Draw, allowed: Mask | None = None) -> Sampled:
+        """Choose a token, one of those that are `allowed`. Without `params.logprobs` (and outside beam search)
+        log-probability and rank are left 0. If none is allowed, the token is -1.
 
         A beam's draw chooses nothing: it is the most likely token and the `num_top` best.
         """
@@ -70,7 +72,9 @@ class Sampler:
         logits, best = self._finite(logits)
         if params.use_beam_search:
             return self._score(logits, best, best, draw.num_top)
-        changed = self._transform(logits, draw)
+        if allowed is not None and not allowed.any():
+            return Sampled(-1, 0.0, 0, ())
+        changed = self._transform(logits, draw, allowed)
         if params.greedy:
             token = best if changed is logits else int(changed.argmax())
         else:
@@ -118,23 +122,35 @@ class Sampler:
         np.exp(self._scratch, out=self._scratch)
         return float(self._scratch.sum())
 
-    def _transform(self, logits: Floats, draw: Draw) -> Floats:
-        """The logits after bias, min_tokens and penalties: the row itself when there is none, else the scratch copy."""
+    def _transform(self, logits: Floats, draw: Draw, allowed: Mask | None) -> Floats:
+        """The logits after guide, bias, min_tokens and penalties: the row itself when there is none, else a copy.
+
+        What min_tokens and, in guided answers, ignore_eos rule out is drawn nevertheless if nothing else is left.
+        """
         params = draw.params
         num_generated = len(draw.token_ids) - draw.num_prompt_tokens
         suppressed = num_generated < params.min_tokens
         repeated = params.repetition_penalty != 1.0
         counted = num_generated > 0 and (params.frequency_penalty != 0.0 or params.presence_penalty != 0.0)
-        if not (params.logit_bias or suppressed or repeated or counted):
+        if not (params.logit_bias or suppressed or repeated or counted or allowed is not None):
             return logits
         changed = self._adjusted
         np.copyto(changed, logits)
+        if allowed is not None:
+            changed[~allowed] = -np.inf
+            if changed.max() == -np.inf:  # the model takes all of them for impossible
+                changed[allowed] = 0
         if params.logit_bias:
             ids = np.fromiter(params.logit_bias, np.int64, len(params.logit_bias))
             changed[ids] += np.fromiter(params.logit_bias.values(), np.float32, len(ids))
+        ends = list(self._eos) if suppressed or (allowed is not None and params.ignore_eos) else []
         if suppressed:
-            changed[list(self._eos)] = -np.inf
-            changed[list(params.stop_token_ids)] = -np.inf
+            ends += params.stop_token_ids
+        if ends:
+            before = changed[ends]
+            changed[ends] = -np.inf
+            if allowed is not None and changed.max() == -np.inf:
+                changed[ends] = before
         if repeated or counted:
             tokens = np.array(draw.token_ids, np.int64)  # a copy: a view would forbid the sequence to grow
         if repeated:

@@ -7,6 +7,7 @@ Knows no request and no engine; whoever sees a stop has to end the choice.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from octavo.types import FinishReason, SamplingParams
@@ -34,9 +35,7 @@ class StopString:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self._borders = [0] * len(text)  # [i]: the longest proper prefix of text[: i + 1] that also ends it
-        for i in range(1, len(text)):
-            self._borders[i] = self._extend(self._borders[i - 1], text[i])
+        self._borders = _borders(text)
         self.matched = 0  # how much of the string the characters so far end with, short of all
 
     def complete(self, char: str) -> bool:
@@ -47,9 +46,22 @@ class StopString:
         return complete
 
     def _extend(self, matched: int, char: str) -> int:
-        while matched and self.text[matched] != char:
-            matched = self._borders[matched - 1]
-        return matched + (self.text[matched] == char)
+        return _extended(self.text, self._borders, matched, char)
+
+
+def _extended(text: str, borders: Sequence[int], matched: int, char: str) -> int:
+    while matched and text[matched] != char:
+        matched = borders[matched - 1]
+    return matched + (text[matched] == char)
+
+
+@lru_cache(maxsize=64)
+def _borders(text: str) -> Sequence[int]:
+    """[i]: the length of the longest proper prefix of text[: i + 1] that also ends it. All choices share one table."""
+    borders = [0] * len(text)
+    for i in range(1, len(text)):
+        borders[i] = _extended(text, borders, borders[i - 1], text[i])
+    return borders
 
 
 class ChoiceText:

@@ -180,7 +180,7 @@ class ChatTemplate:
     """A compiled template. Compiling happens at the first rendering, and so do its errors."""
 
     def __init__(self, source: str) -> None:
-        self._source = source
+        self.source = source
         self._render: Callable[..., str] | None = None
 
     def render(self, variables: Mapping[str, Any]) -> str:
@@ -189,9 +189,9 @@ class ChatTemplate:
         _budget.lines = _budget.made = 0
         try:
             if self._render is None:
-                if len(self._source) > MAX_TEMPLATE_CHARS:
+                if len(self.source) > MAX_TEMPLATE_CHARS:
                     raise _OverBudget(f"the chat template has more than {MAX_TEMPLATE_CHARS} characters")
-                self._render = _Environment().from_string(self._source).render
+                self._render = _Environment().from_string(self.source).render
             sys.settrace(_budget.count_lines)
             return self._render(variables)
         except Exception as error:  # the template's code and Jinja's can raise anything, and all of it is a refusal

@@ -79,9 +79,10 @@ class Tokenizer:
         (A file's wish for an end token is ignored: a prompt is to be continued.)
         """
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=False)  # other threads may run
         except (UnicodeEncodeError, TypeError) as error:
             raise InvalidRequest("prompt", f"is not valid Unicode text: {error}") from error
+        ids: list[int] = encoding.ids
         if add_special and self.add_bos and ids[:1] != [self.bos_token_id]:
             assert self.bos_token_id is not None
             ids.insert(0, self.bos_token_id)
@@ -110,6 +111,15 @@ class Tokenizer:
         """The text of what follows `prompt_ids`, piece by piece."""
         return Detokenizer(self, prompt_ids, skip_special)
 
+    def chat_template(self, tools: bool = False) -> str | None:
+        """The source of the template for a conversation, with tools or without; None if the model has none."""
+        template = self._template(tools)
+        return None if template is None else template.source
+
+    def set_chat_template(self, source: str) -> None:
+        """Use this template in place of the model's own, with tools and without."""
+        self._templates = {"default": ChatTemplate(source)}
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -121,7 +131,7 @@ class Tokenizer:
 
         Raises InvalidRequest("messages") for a malformed conversation or one that the template refuses.
         """
-        template = self._templates.get("tool_use" if tools and "tool_use" in self._templates else "default")
+        template = self._template(bool(tools))
         if template is None:
             raise InvalidRequest("messages", "the model has no chat template: send a prompt to /v1/completions instead")
         names = {"bos_token": self.bos_token_id, "eos_token": self.eos_token_ids[0] if self.eos_token_ids else None}
@@ -142,6 +152,9 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of `render_chat`, with exactly one begin-of-text token in front where the model uses one."""
         return self.encode(self.render_chat(messages, add_generation_prompt, tools, variables))
+
+    def _template(self, tools: bool) -> ChatTemplate | None:
+        return self._templates.get("tool_use" if tools and "tool_use" in self._templates else "default")
 
     def _find_bytes(self, token: int) -> bytes:
         piece = self._pieces[token]

@@ -14,8 +14,9 @@ from heapq import heappop, heappush
 
 from octavo.cache.manager import Admission, CacheManager, Wait
 from octavo.config import EngineConfig
-from octavo.errors import InvalidRequest, RequestTooLarge
+from octavo.errors import InvalidRequest
 from octavo.scheduler.beam import Step, advance
+from octavo.scheduler.limits import Limits
 from octavo.scheduler.policy import fair_shares, victim
 from octavo.scheduler.sequence import Group, Phase, Sequence
 from octavo.types import MAX_SEED, Draw, FinishReason, Output, Request, Sampled, Slice, StepPlan, StepResult
@@ -38,7 +39,10 @@ class SchedulerStats:
 
 
 class Scheduler:
-    """Continuous batching over a paged cache, first come first served within a priority."""
+    """Continuous batching over a paged cache, first come first served (within a priority, if that is the policy).
+
+    `newly_scheduled` names the requests that the latest plan serves for the first time.
+    """
 
     def __init__(
         self,
@@ -50,9 +54,10 @@ class Scheduler:
         eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.cache = cache
-        self.max_model_len = max_model_len
+        self.limits = Limits(max_model_len, vocab_size, cache.num_pages, cache.block_size)
         self.stats = SchedulerStats()
-        self._vocab_size = vocab_size
+        self.newly_scheduled: list[str] = []
+        self._by_priority = config.scheduling_policy == "priority"
         self._eos_token_ids = eos_token_ids
         self._seed = config.seed
         self._max_num_batched_tokens = config.max_num_batched_tokens
@@ -85,16 +90,17 @@ class Scheduler:
         """Queue a request, or raise InvalidRequest; one that could never be served raises RequestTooLarge at once."""
         if request.request_id in self._groups:
             raise InvalidRequest("request_id", f"{request.request_id!r} is in use")
-        max_tokens = self.check(request)
+        max_tokens = self.limits.check(request)
         params = request.params
         self._num_arrived += 1
         seed = params.seed if params.seed is not None else _mix(self._seed, self._num_arrived)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
-        group = Group(request, self._num_arrived, max_tokens, stops)
+        priority = request.priority if self._by_priority else 0
+        group = Group(request, priority, self._num_arrived, max_tokens, stops)
         self._groups[request.request_id] = group
         sequence = self._new_sequence(group, 0, array("i", request.prompt_token_ids), seed)
         if params.use_beam_search:
-            num_top = min(params.beam_width * max(2, 1 + len(stops)), self._vocab_size)
+            num_top = min(params.beam_width * max(2, 1 + len(stops)), self.limits.vocab_size)
             sequence.draws = (self._draw(sequence, seed, num_top),)
         else:
             sequence.draws = tuple(self._draw(sequence, seed + choice) for choice in range(params.n))
@@ -130,6 +136,7 @@ class Scheduler:
         share what is left of max_num_batched_tokens. Pages are reserved here; when there are none, the last gives way.
         """
         in_order = sorted(self._running.values(), key=lambda seq: seq.key)
+        self.newly_scheduled = []
         # reserving may preempt sequences further on in the list, which are then no longer running
         chosen = [(seq, 1) for seq in in_order if seq.phase is Phase.RUNNING and self._reserve_next(seq)]
         budget = self._max_num_batched_tokens - len(chosen)
@@ -233,6 +240,7 @@ class Scheduler:
             sequence.write_start = admission.write_start
             if group.num_cached_tokens is None:
                 group.num_cached_tokens = admission.num_computed
+                self.newly_scheduled.append(group.request.request_id)
         return admission
 
     def _slice(self, sequence: Sequence, count: int) -> Slice:
@@ -296,18 +304,22 @@ class Scheduler:
         if len(sampled) > 1:
             choices += [self._fork(sequence, index, sequence.draws[index].seed) for index in range(1, len(sampled))]
             sequence.draws = sequence.draws[:1]
-        group = sequence.group
+        group, params = sequence.group, sequence.group.request.params
         request_id, num_cached = group.request.request_id, group.num_cached_tokens or 0
         for choice, token in zip(choices, sampled, strict=True):
-            choice.token_ids.append(token.token_id)
+            news = (token,) if token.token_id >= 0 else ()
+            choice.token_ids.extend(drawn.token_id for drawn in news)
             generated = choice.num_generated
             reason: FinishReason | None = None
-            if token.token_id in group.stop_token_ids and generated > group.request.params.min_tokens:
+            if not news:
+                reason = "abort"
+            elif token.token_id in group.stop_token_ids and generated > params.min_tokens:
                 reason = "stop"
+            elif params.guide is not None and token.token_id in self._eos_token_ids:
+                reason = "stop"  # nothing else could follow
             elif generated >= group.max_tokens:
                 reason = "length"
             scores = group.prompt_logprobs if generated == 1 and choice.index == 0 and group.wants_scores else None
-            news = (token,)
             outputs.append(Output(request_id, choice.index, news, reason, num_cached, choice.num_preemptions, scores))
             if reason is not None:
                 self._end(choice)
@@ -386,45 +398,6 @@ class Scheduler:
         params = sequence.group.request.params
         num_top = params.logprobs or 0 if num_top is None else num_top
         return Draw(params, seed & MAX_SEED, sequence.token_ids, sequence.group.num_prompt_tokens, num_top)
-
-    def check(self, request: Request) -> int:
-        """The most tokens the request may generate. Raises InvalidRequest or RequestTooLarge."""
-        params, ids = request.params, request.prompt_token_ids
-        if not len(ids):
-            raise InvalidRequest("prompt", "is empty: give at least one token")
-        ids_by_field = {"prompt": ids, "stop_token_ids": params.stop_token_ids, "logit_bias": params.logit_bias or ()}
-        for field, tokens in ids_by_field.items():
-            for token in tokens:
-                if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._vocab_size:
-                    raise InvalidRequest(field, f"{token!r} is not a token id from 0 to {self._vocab_size - 1}")
-        for field, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-            if (count or 0) > self._vocab_size:
-                raise InvalidRequest(field, f"{count} is more than the {self._vocab_size} tokens of the vocabulary")
-
-        length, pages, capacity = len(ids), self.cache.num_pages, self.cache.num_pages * self.cache.block_size
-        if length >= self.max_model_len:
-            raise RequestTooLarge(
-                "prompt",
-                f"has {length} tokens, and a context of {self.max_model_len} must also hold an answer: "
-                "shorten it or raise max_model_len",
-            )
-        # the last sampled token's KV is never needed, so a pool of N slots holds a prompt and an answer of N + 1 tokens
-        most = min(self.max_model_len - length, capacity + 1 - length)
-        wanted = params.max_tokens
-        if wanted is not None and length + wanted > self.max_model_len:
-            raise RequestTooLarge(
-                "max_tokens",
-                f"{length} prompt tokens and {wanted} more exceed the context of {self.max_model_len}: "
-                f"ask for at most {self.max_model_len - length}, or raise max_model_len",
-            )
-        if most < (wanted or 1):
-            needed = self.cache.pages_for(length + (wanted or 1) - 1)
-            raise RequestTooLarge(
-                "prompt" if most < 1 else "max_tokens",
-                f"prompt and answer need {needed} pages and the pool has {pages}: "
-                "lower max_tokens, shorten the prompt, or raise kv_cache_memory_bytes",
-            )
-        return most if wanted is None else wanted
 
 
 def _mix(seed: int, number: int) -> int:

@@ -53,7 +53,7 @@ class Sequence:
         self.index = index
         self.token_ids = token_ids
         self.seed = seed
-        self.key = (group.request.priority, group.arrival, index, seq_id)
+        self.key = (group.priority, group.arrival, index, seq_id)
         self.phase = Phase.WAITING
         self.table: PageTable | None = None
         self.num_computed = 0
@@ -94,14 +94,18 @@ class Group:
         "max_tokens",
         "num_cached_tokens",
         "num_prompt_tokens",
+        "priority",
         "prompt_logprobs",
         "request",
         "stop_token_ids",
         "wants_scores",
     )
 
-    def __init__(self, request: Request, arrival: int, max_tokens: int, stop_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self, request: Request, priority: int, arrival: int, max_tokens: int, stop_token_ids: frozenset[int]
+    ) -> None:
         self.request = request
+        self.priority = priority
         self.arrival = arrival
         self.max_tokens = max_tokens
         self.stop_token_ids = stop_token_ids

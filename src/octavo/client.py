@@ -1,0 +1,151 @@
+"""A client of OpenAI-compatible servers, for `octavo chat --url`: conversations out, text in as it comes.
+
+It owns one conversation's HTTP and nothing of an engine, and needs only the standard library.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import fields
+from typing import Any, NamedTuple, Self
+from urllib.parse import urlsplit
+
+from octavo.errors import ConfigError, InvalidRequest, OctavoError
+from octavo.types import SamplingParams
+
+CONNECT_S = 10.0
+SILENCE_S = 600.0
+"""How long the server may think before a byte comes."""
+
+
+class Delta(NamedTuple):
+    """Text that was added to the answer."""
+
+    text: str
+
+
+class RemoteChat:
+    """A model behind a URL, which may end in /v1. `model` None takes the first one that the server lists.
+
+    Raises ConfigError for a URL that is none, OctavoError when the server cannot be reached or fails.
+    """
+
+    def __init__(self, url: str, model: str | None = None, api_key: str | None = None) -> None:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+            raise ConfigError("url", f"must look like http://localhost:8000, got {url!r}")
+        self.url = url
+        self._host, self._port, self._secure = parts.hostname, port, parts.scheme == "https"
+        path = parts.path.rstrip("/")
+        self._path = path if path.endswith("/v1") else f"{path}/v1"
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._stats = {"generation_tokens": 0, "hit_tokens": 0, "queried_tokens": 0}
+        self._model = model or self._first_model()
+
+    def stream_chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams) -> Generator[Delta]:
+        """Answer a conversation. Closing the generator early closes the connection, which ends the answer."""
+        body = {
+            "model": self._model,
+            "messages": list(messages),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **_changed(params),
+        }
+        with closing(self._connect()) as connection:
+            response = self._ask(connection, "POST", "/chat/completions", json.dumps(body).encode())
+            try:
+                for line in response:
+                    if line.startswith(b"data:"):
+                        data = line[5:].strip()
+                        if data == b"[DONE]":
+                            return
+                        yield from self._take(json.loads(data))
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                raise OctavoError(f"{self.url} broke off: {error}") from error
+            raise OctavoError(f"{self.url} broke off in the middle of an answer")
+
+    def stats(self) -> dict[str, int]:
+        """Tokens so far, as the server counted them."""
+        return dict(self._stats)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def _first_model(self) -> str:
+        with closing(self._connect()) as connection:
+            try:
+                listed = json.loads(self._ask(connection, "GET", "/models").read())["data"]
+                return str(listed[0]["id"])
+            except (OSError, http.client.HTTPException, LookupError, TypeError, ValueError) as error:
+                raise OctavoError(f"{self.url} lists no models: is it an OpenAI-compatible server?") from error
+
+    def _connect(self) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        return kind(self._host, self._port, timeout=CONNECT_S)
+
+    def _ask(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None = None
+    ) -> http.client.HTTPResponse:
+        try:
+            connection.connect()
+            connection.sock.settimeout(SILENCE_S)
+            connection.request(method, self._path + path, body, self._headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise _refusal(self.url, response.status, response.read(65536))
+        except (OSError, http.client.HTTPException) as error:
+            raise OctavoError(f"{self.url} cannot be reached: {error}") from error
+        return response
+
+    def _take(self, chunk: Any) -> Generator[Delta]:
+        if "error" in chunk:
+            raise OctavoError(f"{self.url}: {_message(chunk)}")
+        for choice in chunk.get("choices") or ():
+            text = (choice.get("delta") or {}).get("content")
+            if text:
+                yield Delta(text)
+        usage = chunk.get("usage")
+        if usage:
+            details = usage.get("prompt_tokens_details") or {}
+            self._stats["generation_tokens"] += usage.get("completion_tokens") or 0
+            self._stats["queried_tokens"] += usage.get("prompt_tokens") or 0
+            self._stats["hit_tokens"] += details.get("cached_tokens") or 0
+
+
+def _changed(params: SamplingParams) -> dict[str, Any]:
+    """What differs from the defaults, so that a server which knows fewer fields than vLLM's is not bothered."""
+    changed = {}
+    for field in fields(params):
+        value = getattr(params, field.name)
+        if value != field.default:
+            changed[field.name] = list(value) if isinstance(value, tuple) else value
+    return changed
+
+
+def _refusal(url: str, status: int, body: bytes) -> OctavoError:
+    try:
+        document = json.loads(body)
+        message, field = _message(document), (document.get("error") or {}).get("param")
+    except (AttributeError, ValueError):
+        message, field = body[:200].decode(errors="replace"), None
+    if status in (400, 422):
+        field = str(field or "messages")
+        return InvalidRequest(field, message.removeprefix(f"{field}: "))
+    return OctavoError(f"{url} answers {status}: {message}")
+
+
+def _message(document: Any) -> str:
+    error = document.get("error") or document
+    return str(error.get("message", error) if isinstance(error, dict) else error)

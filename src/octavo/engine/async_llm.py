@@ -1,0 +1,500 @@
+"""AsyncLLM: an engine in another process, as an asyncio program sees it.
+
+Owns the child process (its start, its one restart, its end), the streams of the requests under way, and what was last
+heard of the engine's state. It never computes, tokenises or waits for whoever reads a stream: news of a request is kept
+until it is asked for, which is no more than the answer's own length. One event loop, and not thread-safe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from octavo.config import EngineConfig, ModelConfig
+from octavo.engine.guide import Guides
+from octavo.engine.process import (
+    COUNTERS,
+    Abort,
+    Accepted,
+    Add,
+    Changed,
+    Crashed,
+    EngineStats,
+    Failed,
+    Finish,
+    Frames,
+    Launch,
+    Logged,
+    Ready,
+    Refused,
+    Reply,
+    Stepped,
+    Stop,
+    error_of,
+    framed,
+)
+from octavo.errors import EngineDead, InvalidRequest, Overloaded
+from octavo.models.tokenizer import Tokenizer
+from octavo.models.weights import open_checkpoint
+from octavo.scheduler.limits import Limits
+from octavo.types import Guide, Output, Request
+
+_log = logging.getLogger(__name__)
+
+PROGRAM = "octavo.engine.process"
+"""The module that a child runs."""
+
+MAX_COMPILING = 64
+"""Guides that may wait to be compiled: hostile ones take up to a second each."""
+CLOSE_S = 10.0
+"""How long a child may take to end, once told to, before it is killed."""
+
+
+class RequestStream:
+    """The outputs of one request, in order, until every choice has ended.
+
+    Times are CLOCK_MONOTONIC seconds, None while they are open: queued at `queued_at`, first in a step from
+    `scheduled_at` on, the first and the latest token known at `first_token_at` and `last_token_at`. The output that was
+    taken last was known at `output_at`, however late it was taken.
+
+    Whoever leaves a stream before its end calls `abort` (or `aclose`); nothing else stops the engine.
+    """
+
+    def __init__(self, owner: AsyncLLM, request: Request) -> None:
+        self.request = request
+        self.queued_at = time.monotonic()
+        self.scheduled_at: float | None = None
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
+        self.output_at = self.queued_at
+        self._owner = owner
+        self._news: deque[tuple[Output, float]] = deque()
+        self._open = set(range(request.params.n))
+        self._failure: str | None = None
+        self._accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    def finish(self, index: int) -> None:
+        """End one choice early, once there was news of it: no more is heard of it."""
+        if self.first_token_at is None:  # its choices are still one sequence
+            raise ValueError(f"choice {index} of request {self.request_id} has not begun")
+        self._news = deque(news for news in self._news if news[0].index != index)
+        if index in self._open:
+            self._owner._finish(self, index)
+
+    def abort(self) -> None:
+        """End the request; iteration ends too. Does nothing to one that has ended."""
+        self._news.clear()
+        if self._open:
+            self._owner._abort(self)
+
+    async def aclose(self) -> None:
+        """The same as `abort`."""
+        self.abort()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Output:
+        """The next output. Raises EngineDead, after what came before it, if the engine died."""
+        while not self._news:
+            if self._failure is not None:
+                raise EngineDead(self._failure)
+            if not self._open:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        output, self.output_at = self._news.popleft()
+        return output
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class AsyncLLM:
+    """An engine in a child process. Made by `start`, ended by `close`.
+
+    `on_step` is called after each step with how many tokens it computed.
+
+    If the child dies, every open stream raises EngineDead and the child is started again, once; when that one dies too,
+    `on_fatal` is called with the reason and every later `submit` raises EngineDead.
+    """
+
+    def __init__(
+        self, model_path: Path, config: EngineConfig, max_queued_requests: int | None, on_fatal: Callable[[str], None]
+    ) -> None:
+        self.config = config
+        self.model: ModelConfig
+        self.tokenizer: Tokenizer
+        self.limits: Limits
+        self._guides: Guides
+        self._num_compiling = 0
+        self._path = model_path
+        self._max_queued = max_queued_requests
+        self._on_fatal = on_fatal
+        self.on_step: Callable[[int], None] = lambda num_tokens: None
+        self._streams: dict[str, RequestStream] = {}
+        self._finished: Counter[str] = Counter()
+        self._stats = EngineStats()
+        self._before = EngineStats()  # what the counters had reached when the last child died
+        self._child: _Child
+        self._up = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._num_restarts = 0
+        self._ended: str | None = None  # why nothing is taken any more
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def start(
+        cls,
+        model_path: Path,
+        config: EngineConfig,
+        *,
+        max_queued_requests: int | None = None,
+        on_fatal: Callable[[str], None] = lambda reason: None,
+    ) -> AsyncLLM:
+        """Start a child on the model at `model_path`, a GGUF file or a folder. Raises ConfigError, ModelError."""
+        self = cls(model_path, config, max_queued_requests, on_fatal)
+        child = asyncio.create_task(_Child.start(self))
+        try:
+            checkpoint = await asyncio.to_thread(open_checkpoint, model_path)
+            self.model = checkpoint.config
+            self.tokenizer = await asyncio.to_thread(checkpoint.tokenizer)
+            self._guides = Guides(self.tokenizer, self.model.vocab_size)
+        except BaseException:
+            child.cancel()
+            await asyncio.wait([child])
+            if not child.cancelled() and child.exception() is None:
+                await child.result().end(kill=True)
+            raise
+        self._install(await child)
+        return self
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest prompt and answer together, in tokens."""
+        return self.limits.max_model_len
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are taken and an engine is there to compute them."""
+        return self._ended is None and self._up.is_set()
+
+    @property
+    def num_restarts(self) -> int:
+        return self._num_restarts
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that no step has served yet."""
+        return sum(stream.scheduled_at is None for stream in self._streams.values())
+
+    def stats(self) -> EngineStats:
+        """The engine after its latest step or command. Counters go on over a restart.
+
+        What the engine has not looked at yet, as it is in the middle of a step or not there, is waiting too.
+        """
+        before, now = self._before, self._stats
+        num_waiting = now.num_waiting + sum(not stream._accepted.done() for stream in self._streams.values())
+        sums = {name: getattr(before, name) + getattr(now, name) for name in COUNTERS}
+        return msgspec.structs.replace(now, **sums, num_waiting=num_waiting, finished=dict(self._finished))
+
+    async def submit(self, request: Request) -> RequestStream:
+        """Queue a request. While the engine is being restarted, this waits for it.
+
+        Raises InvalidRequest, RequestTooLarge, Overloaded, EngineDead.
+        """
+        self.limits.check(request)
+        if request.params.guide is not None:
+            await self._compile(request.params.guide)
+        await self._up.wait()
+        if self._ended is not None:
+            raise EngineDead(self._ended)
+        if request.request_id in self._streams:
+            raise InvalidRequest("request_id", f"{request.request_id!r} is in use")
+        if self._max_queued is not None and self.num_queued >= self._max_queued:
+            raise Overloaded(f"{self._max_queued} requests are queued already (max_queued_requests)")
+        prompt = array("i", request.prompt_token_ids).tobytes()
+        try:
+            frame = framed(Add(request.request_id, prompt, request.params, request.identity, request.priority))
+        except UnicodeEncodeError:
+            raise InvalidRequest("request", "holds half a surrogate pair, which is no character") from None
+        stream = RequestStream(self, request)
+        self._streams[request.request_id] = stream
+        self._idle.clear()
+        self._child.send(frame)
+        try:
+            await stream._accepted
+        except asyncio.CancelledError:
+            stream.abort()
+            raise
+        return stream
+
+    async def drain(self, timeout_s: float) -> int:
+        """Take no more requests and wait for those under way; after `timeout_s` the rest fail. Returns how many."""
+        self._end("the engine is shutting down")
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        cut = list(self._streams.values())
+        for stream in cut:
+            self._child.send(framed(Abort(stream.request_id)))
+        self._fail_all("the engine is shutting down and the request took too long")
+        return len(cut)
+
+    async def close(self) -> None:
+        """Fail what is open and end the child; it audits its pages first. May be called again."""
+        self._child.on_death = None
+        self._end("the engine is closed")
+        self._fail_all("the engine is closed")
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._child.end()
+
+    async def _compile(self, guide: Guide) -> None:
+        """Compile a guide here first, so that a bad one is refused before the engine hears of it.
+
+        Raises InvalidRequest, and Overloaded if too many others wait for that.
+        """
+        compiled = self._guides.check_soon(guide)
+        if not compiled.done() and self._num_compiling >= MAX_COMPILING:
+            compiled.cancel()
+            raise Overloaded(f"{MAX_COMPILING} schemas, expressions or grammars wait to be compiled already")
+        self._num_compiling += 1
+        try:
+            await asyncio.wrap_future(compiled)
+        finally:
+            self._num_compiling -= 1
+
+    # ── called by streams ──
+
+    def _finish(self, stream: RequestStream, index: int) -> None:
+        self._child.send(framed(Finish(stream.request_id, index)))
+        self._close_choice(stream, index, "stop")
+
+    def _abort(self, stream: RequestStream) -> None:
+        self._child.send(framed(Abort(stream.request_id)))
+        self._drop(stream, "abort")
+
+    # ── called by the child ──
+
+    def _take(self, reply: Reply) -> None:
+        match reply:
+            case Stepped():
+                self.on_step(reply.stats.computed_tokens - self._stats.computed_tokens)
+                self._stats = reply.stats
+                for request_id in reply.scheduled:
+                    if (stream := self._streams.get(request_id)) is not None:
+                        stream.scheduled_at = reply.began
+                for output in reply.outputs:
+                    self._deliver(output, reply.ended)
+            case Changed(stats):
+                self._stats = stats
+            case Accepted(request_id):
+                if (stream := self._streams.get(request_id)) is not None and not stream._accepted.done():
+                    stream._accepted.set_result(None)
+            case Refused(request_id, kind, field, message):
+                if (stream := self._streams.pop(request_id, None)) is not None:
+                    stream._open.clear()
+                    if not stream._accepted.done():
+                        stream._accepted.set_exception(error_of(kind, field, message))
+                    self._check_idle()
+            case Logged(name, level, text):
+                logging.getLogger(name).log(level, "%s", text)
+
+    def _deliver(self, output: Output, now: float) -> None:
+        stream = self._streams.get(output.request_id)
+        if stream is None or output.index not in stream._open:
+            return
+        if stream.first_token_at is None:
+            stream.first_token_at = now
+        stream.last_token_at = now
+        stream._news.append((output, now))
+        if output.finish_reason is not None:
+            self._close_choice(stream, output.index, output.finish_reason)
+        stream._wake()
+
+    def _close_choice(self, stream: RequestStream, index: int, reason: str) -> None:
+        stream._open.discard(index)
+        self._finished[reason] += 1
+        if not stream._open:
+            self._drop(stream, reason)
+
+    def _drop(self, stream: RequestStream, reason: str) -> None:
+        self._finished[reason] += len(stream._open)
+        stream._open.clear()
+        self._streams.pop(stream.request_id, None)
+        stream._wake()
+        self._check_idle()
+
+    def _check_idle(self) -> None:
+        if not self._streams:
+            self._idle.set()
+
+    def _fail_all(self, reason: str) -> None:
+        for stream in list(self._streams.values()):
+            stream._failure = reason
+            if not stream._accepted.done():
+                stream._accepted.set_exception(EngineDead(reason))
+            self._drop(stream, "error")
+
+    # ── the child's life ──
+
+    def _install(self, child: _Child) -> None:
+        self._child = child
+        self.limits, self._stats = child.ready.limits, child.ready.stats
+        child.on_death = self._died
+        self._up.set()
+
+    def _died(self, cause: str) -> None:
+        """The child is gone without having been told to go."""
+        self._up.clear()
+        _log.error("the engine died with %d requests open: %s", len(self._streams), cause)
+        sums = {name: getattr(self._before, name) + getattr(self._stats, name) for name in COUNTERS}
+        self._before, self._stats = EngineStats(**sums), EngineStats()
+        self._fail_all(f"the engine died: {cause}")
+        if self._num_restarts or self._ended is not None:
+            self._fatal(cause)
+        else:
+            self._num_restarts += 1
+            task = asyncio.create_task(self._restart())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _restart(self) -> None:
+        try:
+            self._install(await _Child.start(self))
+        except Exception as error:
+            self._fatal(f"it could not be started again: {error}")
+        else:
+            _log.warning("the engine runs again")
+
+    def _fatal(self, cause: str) -> None:
+        self._end(f"the engine is dead: {cause}")
+        self._on_fatal(cause)
+
+    def _end(self, reason: str) -> None:
+        if self._ended is None:
+            self._ended = reason
+        self._up.set()  # whoever waits for an engine is told
+
+
+class _Child(asyncio.Protocol):
+    """One child process and the parent's end of its socket."""
+
+    def __init__(self, owner: AsyncLLM) -> None:
+        self.ready: Ready
+        self.on_death: Callable[[str], None] | None = None
+        self._owner = owner
+        self._frames = Frames()
+        self._decoder = msgspec.msgpack.Decoder(Reply)
+        self._process: subprocess.Popen[bytes]
+        self._transport: asyncio.Transport
+        self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._lost = asyncio.Event()
+        self._gone: asyncio.Task[None]
+        self._cause: str | None = None
+
+    @classmethod
+    async def start(cls, owner: AsyncLLM) -> _Child:
+        """A child with its model loaded. Raises ConfigError, ModelError, or EngineDead if it ended on the way."""
+        self = cls(owner)
+        ours, theirs = socket.socketpair()
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        with theirs:
+            self._transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", PROGRAM, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=os.environ | {"PYTHONPATH": path},
+            )
+        self._gone = asyncio.create_task(self._watch())
+        self.send(framed(Launch(str(owner._path), owner.config)))
+        try:
+            await self._started
+        except BaseException:
+            await self.end(kill=True)
+            raise
+        return self
+
+    def send(self, frame: bytes) -> None:
+        """Send a message, without waiting; to a child that is gone, nothing."""
+        if not self._transport.is_closing():
+            self._transport.write(frame)
+
+    async def end(self, *, kill: bool = False) -> None:
+        """Have the child exit, and wait until it has."""
+        self.on_death = None
+        if kill:
+            self._process.kill()
+        else:
+            self.send(framed(Stop()))
+        try:
+            await asyncio.wait_for(asyncio.shield(self._gone), CLOSE_S)
+        except TimeoutError:
+            _log.error("the engine did not end within %.0f s and is killed", CLOSE_S)
+            self._process.kill()
+            await self._gone
+
+    # ── asyncio.Protocol ──
+
+    def data_received(self, data: bytes) -> None:
+        for frame in self._frames.push(data):
+            match reply := self._decoder.decode(frame):
+                case Ready():
+                    self.ready = reply
+                    if not self._started.done():
+                        self._started.set_result(None)
+                case Failed(kind, place, message):
+                    if not self._started.done():
+                        self._started.set_exception(error_of(kind, place, message))
+                case Crashed(cause, trace):
+                    self._cause = cause
+                    _log.error("the engine's process failed\n%s", trace)
+                case _:
+                    self._owner._take(reply)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lost.set()
+
+    async def _watch(self) -> None:
+        """Wait for the end of the socket, then for that of the process, and report it."""
+        await self._lost.wait()
+        try:
+            code = await asyncio.to_thread(self._process.wait, CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = await asyncio.to_thread(self._process.wait)
+        cause = self._cause or (f"killed by signal {-code}" if code < 0 else f"its process ended with code {code}")
+        if not self._started.done():
+            self._started.set_exception(EngineDead(f"the engine died while starting: {cause}"))
+        if self.on_death is not None:
+            self.on_death(cause)

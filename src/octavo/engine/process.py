@@ -1,0 +1,431 @@
+"""The engine in a process of its own: commands in, the outputs of each step out, over one socket.
+
+Owns the messages of that socket, their framing, and the child's loop. Requests come as token ids and answers leave as
+token ids: nothing here tokenises, renders or waits for a client. The parent's side is `octavo.engine.async_llm`.
+
+    parent ── Launch, Add, Abort, Finish, Stop ──►  child
+           ◄── Ready | Failed, Accepted, Refused, Stepped, Changed, Logged, Crashed ──
+
+The child steps while there is work and sleeps in `poll` while there is none. It leaves when the parent does, however
+the parent ended, and leaves signals that stop a service to the parent.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from octavo.config import EngineConfig
+from octavo.engine.llm import Engine, assemble
+from octavo.errors import ConfigError, InvalidRequest, ModelError, OctavoError, RequestTooLarge
+from octavo.models.weights import open_checkpoint
+from octavo.scheduler.limits import Limits
+from octavo.types import Output, Request, SamplingParams
+
+CHUNK = 1 << 20
+"""Bytes read at most between two steps: a flood of commands delays no step for long."""
+COMPILING_S = 0.005
+"""How long an idle child that waits for a guide to be compiled lets commands wait."""
+
+# ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Message(msgspec.Struct, array_like=True):
+    """Travels as a msgpack array: its class's name and its fields."""
+
+
+class Launch(Message, tag=True):
+    """The first thing a child is told."""
+
+    path: str
+    config: EngineConfig
+
+
+class Add(Message, tag=True):
+    """A request. `prompt` holds C ints; answered with Accepted or Refused."""
+
+    request_id: str
+    prompt: bytes
+    params: SamplingParams
+    identity: tuple[str, ...]
+    priority: int
+
+
+class Abort(Message, tag=True):
+    """Drop a request."""
+
+    request_id: str
+
+
+class Finish(Message, tag=True):
+    """End one choice of a request: its text holds a stop string."""
+
+    request_id: str
+    index: int
+
+
+class Stop(Message, tag=True):
+    """Audit the pages and exit."""
+
+
+class EngineStats(Message):
+    """The engine at one moment. Pages and sequences are counts now, everything else counts since the start.
+
+    Tokens looked up in the prefix cache at a request's first admission are `queried_tokens`, those found `hit_tokens`;
+    `resumed_tokens` were found when a preempted sequence came back. `finished` has choices by reason, "error" included.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pages: int = 0
+    pages_referenced: int = 0
+    pages_cached: int = 0
+    pages_free: int = 0
+    page_bytes: int = 0
+    token_bytes: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    computed_tokens: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    resumed_tokens: int = 0
+    pages_allocated: int = 0
+    pages_evicted: int = 0
+    pages_copied: int = 0
+    num_broken_rows: int = 0
+    finished: dict[str, int] = {}
+
+
+COUNTERS = EngineStats.__struct_fields__[EngineStats.__struct_fields__.index("num_steps") : -1]
+"""The fields that only grow."""
+
+
+class Ready(Message, tag=True):
+    """The model is loaded."""
+
+    limits: Limits
+    stats: EngineStats
+
+
+class Failed(Message, tag=True):
+    """The model could not be loaded: the error's class, its `option` or `path`, and what it says."""
+
+    kind: str
+    place: str
+    message: str
+
+
+class Accepted(Message, tag=True):
+    """The request is queued."""
+
+    request_id: str
+
+
+class Refused(Message, tag=True):
+    """The request is wrong: the error's class, its field, and what it says."""
+
+    request_id: str
+    kind: str
+    field: str
+    message: str
+
+
+class Stepped(Message, tag=True):
+    """One step: when it began and ended (CLOCK_MONOTONIC, the same in every process), and what is new after it.
+
+    `scheduled` names the requests that it served for the first time.
+    """
+
+    began: float
+    ended: float
+    scheduled: list[str]
+    outputs: list[Output]
+    stats: EngineStats
+
+
+class Changed(Message, tag=True):
+    """Commands changed what there is, and a step that follows is still being computed."""
+
+    stats: EngineStats
+
+
+class Logged(Message, tag=True):
+    """A record of the child's log."""
+
+    name: str
+    level: int
+    text: str
+
+
+class Crashed(Message, tag=True):
+    """The last word of a child that an exception ends."""
+
+    cause: str
+    trace: str
+
+
+Command = Launch | Add | Abort | Finish | Stop
+Reply = Ready | Failed | Accepted | Refused | Stepped | Changed | Logged | Crashed
+
+_ERRORS: dict[str, type[Any]] = {
+    error.__name__: error for error in (ConfigError, ModelError, InvalidRequest, RequestTooLarge)
+}
+
+
+def error_of(kind: str, place: str, message: str) -> OctavoError:
+    """The error that a Failed or Refused stands for."""
+    error: OctavoError = _ERRORS[kind](place, message)
+    return error
+
+
+def _told(error: Exception, place: str) -> tuple[str, str, str]:
+    return type(error).__name__, place, str(error).removeprefix(f"{place}: ")
+
+
+# ── framing ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def framed(message: Message) -> bytes:
+    """A message as it travels: its length in four bytes, then the message."""
+    frame = bytearray()
+    _encoder.encode_into(message, frame, 4)
+    frame[:4] = (len(frame) - 4).to_bytes(4, "little")
+    return bytes(frame)
+
+
+class Frames:
+    """Cuts a stream of bytes into messages again."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def push(self, data: bytes) -> Iterator[bytes]:
+        """The messages that are complete now, each still encoded."""
+        self._bytes += data
+        start, held = 0, len(self._bytes)
+        while held - start >= 4:
+            end = start + 4 + int.from_bytes(self._bytes[start : start + 4], "little")
+            if end > held:
+                break
+            yield bytes(self._bytes[start + 4 : end])
+            start = end
+        del self._bytes[:start]
+
+
+# ── the child ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Channel:
+    """The child's end of the socket. Neither direction ever makes a step wait: what cannot be sent now is kept."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._frames = Frames()
+        self._decoder = msgspec.msgpack.Decoder(Command)
+        self._queue: deque[bytes] = deque()  # any thread may log
+        self._unsent = bytearray()
+
+    def send(self, message: Message) -> None:
+        """Add a message to what `flush` sends. Any thread may."""
+        self._queue.append(framed(message))
+
+    def flush(self) -> None:
+        """Send as much as the socket takes."""
+        while self._queue:
+            self._unsent += self._queue.popleft()
+        while self._unsent:
+            try:
+                del self._unsent[: self._socket.send(self._unsent)]
+            except BlockingIOError:
+                return
+
+    def drain(self) -> None:
+        """Send everything, waiting for the parent to take it."""
+        self.flush()
+        while self._unsent:
+            select.select([], [self._socket], [])
+            self.flush()
+
+    def receive(self, *, wait: bool) -> list[Command]:
+        """The commands that have come; with `wait`, sleep until there are bytes. Raises EOFError after the last one."""
+        while wait:
+            readable, _, _ = select.select([self._socket], [self._socket] if self._unsent else [], [])
+            self.flush()
+            wait = not readable
+        try:
+            data = self._socket.recv(CHUNK)
+        except BlockingIOError:
+            return []
+        except ConnectionError:
+            data = b""
+        if not data:
+            raise EOFError
+        return [self._decoder.decode(frame) for frame in self._frames.push(data)]
+
+
+class _Forward(logging.Handler):
+    """Hands the child's log to the parent, which knows where it goes and how it looks."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__()
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._channel.send(Logged(record.name, record.levelno, self.format(record)))
+
+
+def serve(engine: Engine, channel: Channel) -> None:
+    """Step until told to stop. Raises EOFError when the parent is gone, and whatever a step raises.
+
+    A request with a guide is queued when that is compiled, so that no step waits for it.
+    """
+    core = engine.core
+    compiling: list[tuple[Future[None], Add]] = []
+
+    def planned() -> None:
+        channel.send(Changed(stats_of(engine)))
+        channel.flush()
+
+    while True:
+        commands = channel.receive(wait=not core.has_work and not compiling)
+        for command in commands:
+            match command:
+                case Add():
+                    if command.params.guide is not None:
+                        compiling.append((engine.guides.check_soon(command.params.guide), command))
+                    else:
+                        channel.send(_add(engine, command))
+                case Abort(request_id):
+                    compiling = [(guide, add) for guide, add in compiling if add.request_id != request_id]
+                    core.abort(request_id)
+                case Finish(request_id, index):
+                    core.finish(request_id, index)
+                case Stop():
+                    core.close()
+                    return
+        if compiling and not core.has_work:
+            wait([compiling[0][0]], COMPILING_S)
+        while compiling and compiling[0][0].done():  # they are compiled one by one, in order
+            channel.send(_add(engine, compiling.pop(0)[1]))
+        if not core.has_work:
+            channel.send(Changed(stats_of(engine)))
+            channel.flush()
+            continue
+        channel.flush()
+        began = time.monotonic()
+        outputs = core.step(planned if commands else None)
+        ended = time.monotonic()
+        channel.send(Stepped(began, ended, core.scheduler.newly_scheduled, outputs, stats_of(engine)))
+        channel.flush()
+
+
+def _add(engine: Engine, command: Add) -> Reply:
+    prompt = array("i", command.prompt)
+    request = Request(command.request_id, prompt, command.params, command.identity, command.priority)
+    try:
+        if command.params.guide is not None:
+            engine.guides.check(command.params.guide)
+        engine.core.add(request)
+    except InvalidRequest as error:
+        return Refused(command.request_id, *_told(error, error.field))
+    return Accepted(command.request_id)
+
+
+def stats_of(engine: Engine) -> EngineStats:
+    """The engine as it is now."""
+    core = engine.core
+    scheduler, cache = core.stats
+    pool = core.cache.pool
+    return EngineStats(
+        core.scheduler.num_running,
+        core.scheduler.num_waiting,
+        pool.num_pages,
+        pool.num_referenced,
+        pool.num_cached,
+        pool.num_free,
+        engine.format.page_bytes,
+        engine.format.token_bytes,
+        scheduler.num_steps,
+        scheduler.num_preemptions,
+        scheduler.prompt_tokens,
+        scheduler.generation_tokens,
+        scheduler.computed_tokens,
+        cache.queried_tokens,
+        cache.hit_tokens,
+        cache.resumed_tokens,
+        cache.pages_allocated,
+        cache.pages_evicted,
+        cache.pages_copied,
+        engine.sampler.num_broken_rows,
+    )
+
+
+def _leave_with_parent(sock: socket.socket) -> None:
+    """End the process, in the middle of a step if need be, as soon as the parent's end of the socket is closed."""
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(sock, select.POLLRDHUP)
+        poll.poll()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main(fd: int) -> int:
+    """Run an engine for the parent at the other end of socket `fd`; the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the terminal and a service manager signal the whole group
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    sock = socket.socket(fileno=fd)
+    _leave_with_parent(sock)
+    channel = Channel(sock)
+    try:
+        [launch] = channel.receive(wait=True)
+        assert isinstance(launch, Launch)
+        logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[_Forward(channel)])
+        try:
+            engine = assemble(open_checkpoint(Path(launch.path)), launch.config)
+        except (ConfigError, ModelError) as error:
+            place = error.option if isinstance(error, ConfigError) else error.path
+            channel.send(Failed(*_told(error, place)))
+            channel.drain()
+            return 1
+        gc.freeze()  # what is loaded stays: collections between steps need not look at it
+        channel.send(Ready(engine.core.scheduler.limits, stats_of(engine)))
+        channel.flush()
+        serve(engine, channel)
+        channel.drain()
+    except EOFError:
+        return 1
+    except BaseException as error:
+        channel.send(Crashed(f"{type(error).__name__}: {error}", traceback.format_exc()))
+        channel.drain()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

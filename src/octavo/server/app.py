@@ -1,0 +1,754 @@
+"""The application: routes, keys, limits, and the life of a request from its bytes to its last event.
+
+Owns what is open, and ends it when its client goes, when the engine dies and when the server drains. Tokens are the
+engine's, texts are `stream`'s, shapes are `protocol`'s; sockets and signals are `listen`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from jinja2 import TemplateSyntaxError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from octavo import __version__
+from octavo.engine.async_llm import AsyncLLM, RequestStream
+from octavo.errors import ConfigError, EngineDead, InvalidRequest, Overloaded, RequestTooLarge
+from octavo.models.tokenizer import Tokenizer
+from octavo.server.metrics import CONTENT_TYPE, Metrics, RequestMetrics
+from octavo.server.openapi import document
+from octavo.server.protocol import (
+    MAX_TOTAL_CHOICES,
+    APIError,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeReply,
+    DetokenizeRequest,
+    GenerationRequest,
+    HealthReply,
+    ModelCard,
+    ModelList,
+    TokenizeReply,
+    TokenizeRequest,
+    VersionReply,
+    decode,
+    encode,
+    refused,
+)
+from octavo.server.settings import ServerConfig
+from octavo.server.stream import DONE, Answer, ChatReplies, CompletionReplies, event, usage
+from octavo.server.structured import Constraint, constraint
+from octavo.server.tools import template_messages, tool_use
+from octavo.types import Output, Request, SamplingParams
+
+_log = logging.getLogger(__name__)
+_requests = logging.getLogger("octavo.requests")
+
+SMALL_BODY = 1 << 15
+"""Bodies up to this many bytes are decoded and tokenised at once; larger ones in a thread, beside the event loop."""
+HUGE_BODY = 1 << 20
+"""From here on they wait for each other, so that those between need not wait for them."""
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+T = TypeVar("T")
+Replies = CompletionReplies | ChatReplies
+
+
+class Disconnected(Exception):
+    """The client is gone: nobody is left to be answered."""
+
+
+class Exchange:
+    """One HTTP request to a generating endpoint: what its log line says, and its way back."""
+
+    def __init__(self, scope: Scope, send: Send, prefix: str) -> None:
+        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self.arrived = time.monotonic()
+        self.started = False
+        self.fields: dict[str, Any] = {"id": self.id, "path": scope["path"], "client": (scope["client"] or ("",))[0]}
+        self.answers: Sequence[Answer] = ()
+        self.first_token_s: float | None = None
+        self.renamed: dict[str, str] = {}  # the engine's names of fields to the body's
+        self._send = send
+
+    async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.started = True
+        self.fields["status"] = status
+        headers = [*headers, (b"x-request-id", self.id.encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, body: bytes, more: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def reply(self, status: int, value: object, extra: dict[str, str] | None = None) -> None:
+        body = encode(value)
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        headers += [(name.lower().encode(), text.encode()) for name, text in (extra or {}).items()]
+        await self.start(status, headers)
+        await self.write(body, more=False)
+
+    async def fail(self, error: APIError) -> None:
+        """Say what went wrong: as the reply, or as the last event of a stream that has begun."""
+        if not self.started:
+            await self.reply(error.status, error.body(), error.headers)
+        else:
+            await self.write(event(error.body()) + DONE, more=False)
+
+
+class Application:
+    """The server's state: an engine, its metrics, and what is open."""
+
+    def __init__(self, llm: AsyncLLM, config: ServerConfig, model: str) -> None:
+        self.llm, self.config = llm, config
+        self.names = tuple(config.served_model_name) or (model,)
+        self.metrics = Metrics.of(llm, config.metrics_namespace, self.names[0])
+        self.draining = False
+        self.num_open = 0
+        self.created = int(time.time())
+        if (template := config.template()) is not None:
+            llm.tokenizer.set_chat_template(template)
+            _check_template(llm.tokenizer)
+        self._root = model
+        self._keys = [hashlib.sha256(key.encode()).hexdigest() for key in config.api_key]
+        self._longest_token = max(len(llm.tokenizer.token_bytes(token)) for token in range(llm.tokenizer.vocab_size))
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="octavo-text")
+        self._slow_thread = ThreadPoolExecutor(1, thread_name_prefix="octavo-huge")
+        self._document = encode(document(self.names))
+
+    def asgi(self) -> Starlette:
+        """What a server of ASGI applications runs."""
+        routes = [
+            Route("/v1/completions", _Generating(self, self._completion, "cmpl"), methods=["POST"]),
+            Route("/v1/chat/completions", _Generating(self, self._chat, "chatcmpl"), methods=["POST"]),
+            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/v1/models/{model:path}", self._model, methods=["GET"]),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/detokenize", self._detokenize, methods=["POST"]),
+            Route("/health", self._health, methods=["GET"]),
+            Route("/version", self._version, methods=["GET"]),
+            Route("/metrics", self._metrics, methods=["GET"]),
+            Route("/openapi.json", self._openapi, methods=["GET"]),
+        ]
+        middleware = [Middleware(_Counted, metrics=self.metrics)]
+        if self.config.allowed_origins:
+            middleware.append(
+                Middleware(
+                    CORSMiddleware,
+                    allow_origins=list(self.config.allowed_origins),
+                    allow_methods=["*"],
+                    allow_headers=["*"],
+                )
+            )
+        handlers: dict[Any, Any] = {APIError: _api_error, HTTPException: _http_error, Exception: _unexpected}
+        starlette = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+        starlette.router.redirect_slashes = False  # a redirect would repeat the Host header of whoever asks
+        return starlette
+
+    def close(self) -> None:
+        for threads in (self._threads, self._slow_thread):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    # ── small endpoints ──
+
+    async def _models(self, http: HTTPRequest) -> Response:
+        self._authorise(http.scope)
+        return _json(ModelList(data=[self._card(name) for name in self.names]))
+
+    async def _model(self, http: HTTPRequest) -> Response:
+        self._authorise(http.scope)
+        self._check_model(name := http.path_params["model"])
+        return _json(self._card(name))
+
+    async def _health(self, http: HTTPRequest) -> Response:
+        if self.draining:
+            raise _draining()
+        if not self.llm.healthy:
+            raise APIError(503, "the engine is not running", code="engine_dead", headers={"Retry-After": "5"})
+        return _json(HealthReply("ok"))
+
+    async def _version(self, http: HTTPRequest) -> Response:
+        return _json(VersionReply(__version__))
+
+    async def _metrics(self, http: HTTPRequest) -> Response:
+        return Response(self.metrics.page(), media_type=CONTENT_TYPE)
+
+    async def _openapi(self, http: HTTPRequest) -> Response:
+        return Response(self._document, media_type="application/json")
+
+    async def _tokenize(self, http: HTTPRequest) -> Response:
+        self._authorise(http.scope)
+        body = await self._read(http.scope, http.receive, TokenizeRequest)
+        self._check_model(body.model)
+        body.check()
+        special = body.add_special_tokens
+        try:
+            if body.messages is not None:
+                tokens = await self._chat_tokens(
+                    body.messages,
+                    body.tools,
+                    body.add_generation_prompt,
+                    body.continue_final_message,
+                    body.chat_template_kwargs,
+                    bool(special),
+                    limited=False,
+                )
+            else:
+                tokens = await self._tokens(body.prompt or "", special is not False, limited=False)
+        except InvalidRequest as error:
+            raise refused(error) from None
+        reply = TokenizeReply(count=len(tokens), max_model_len=self.llm.max_model_len, tokens=tokens)
+        if body.return_token_strs:
+            reply.token_strs = [self.llm.tokenizer.token_text(token) for token in tokens]
+        return _json(reply)
+
+    async def _detokenize(self, http: HTTPRequest) -> Response:
+        self._authorise(http.scope)
+        body = await self._read(http.scope, http.receive, DetokenizeRequest)
+        self._check_model(body.model)
+        vocab_size = self.llm.tokenizer.vocab_size
+        if (token := max(body.tokens, default=0)) >= vocab_size:
+            message = f"tokens: {token} is not a token id from 0 to {vocab_size - 1}"
+            raise APIError(400, message, param="tokens", code="invalid_value")
+        text = await self._beside(len(body.tokens), self.llm.tokenizer.decode, body.tokens, False)
+        return _json(DetokenizeReply(text))
+
+    def _card(self, name: str) -> ModelCard:
+        return ModelCard(id=name, created=self.created, root=self._root, max_model_len=self.llm.max_model_len)
+
+    # ── a request's way in ──
+
+    def _authorise(self, scope: Scope) -> str | None:
+        """The digest of the client's key, None where no keys are wanted. Raises APIError(401)."""
+        if not self._keys:
+            return None
+        value = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, key = value.partition(b" ")
+        digest = hashlib.sha256(key.strip()).hexdigest()
+        # every key is compared, and in the same time
+        known = [hmac.compare_digest(digest, own) for own in self._keys]
+        if scheme.lower() != b"bearer" or not any(known):
+            message = "send a valid API key as `Authorization: Bearer KEY`"
+            raise APIError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        return digest
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
+            shown = name if len(name) <= 100 else name[:99] + "…"
+            raise APIError(
+                404,
+                f"the model {shown!r} does not exist: there is {', '.join(self.names)}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def _read(self, scope: Scope, receive: Receive, kind: type[T]) -> T:
+        """A request's body, decoded. Raises APIError, and Disconnected."""
+        headers = dict(scope["headers"])
+        content_type = headers.get(b"content-type", b"application/json").partition(b";")[0].strip().lower()
+        if content_type != b"application/json" and not content_type.endswith(b"+json"):
+            message = "the body must be JSON, sent as Content-Type: application/json"
+            raise APIError(415, message, code="unsupported_media_type", headers={"Connection": "close"})
+        body = await self._body(headers.get(b"content-length"), receive)
+        return await self._beside(len(body), decode, body, kind)
+
+    async def _body(self, announced: bytes | None, receive: Receive) -> bytes:
+        most = self.config.max_body_bytes
+        too_large = APIError(
+            413,
+            f"the body is larger than {most} bytes, the server's --max-body-bytes",
+            code="body_too_large",
+            headers={"Connection": "close"},
+        )
+        if announced is not None and announced.isdigit() and int(announced) > most:
+            raise too_large
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(self.config.body_timeout):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise Disconnected
+                    part = message.get("body", b"")
+                    size += len(part)
+                    if size > most:
+                        raise too_large
+                    parts.append(part)
+                    if not message.get("more_body", False):
+                        return parts[0] if len(parts) == 1 else b"".join(parts)
+        except TimeoutError:
+            late = f"the body did not come within {self.config.body_timeout:g} s, the server's --body-timeout"
+            raise APIError(408, late, code="timeout", headers={"Connection": "close"}) from None
+
+    async def _beside(self, size: int, work: Callable[..., T], *arguments: Any) -> T:
+        """Do work on `size` bytes, in a thread if they are many, so that the event loop stays quick."""
+        if size <= SMALL_BODY:
+            return work(*arguments)
+        threads = self._threads if size <= HUGE_BODY else self._slow_thread
+        return await asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
+
+    async def _tokens(self, text: str, special: bool, *, limited: bool = True) -> list[int]:
+        """A text's tokens. Raises RequestTooLarge for one that is hopelessly long, without counting them."""
+        size, most = len(text.encode(errors="replace")), self.llm.max_model_len
+        if limited and size > 4 * most * self._longest_token:
+            least = size // self._longest_token
+            raise RequestTooLarge(
+                "prompt",
+                f"has at least {least} tokens, and a context of {most} must also hold an answer: "
+                "shorten it or raise max_model_len",
+            )
+        return await self._beside(size, self.llm.tokenizer.encode, text, special)
+
+    async def _chat_tokens(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Any] | None,
+        generation: bool | None,
+        continued: bool | None,
+        variables: dict[str, Any] | None,
+        special: bool,
+        *,
+        limited: bool = True,
+    ) -> list[int]:
+        """A conversation's tokens. The template has written its own begin-of-text mark; encoding never doubles it."""
+        size = sum(len(str(message.get("content"))) + 100 for message in messages)
+        text = await self._beside(size, self._rendered, messages, tools, generation, continued, variables)
+        return await self._tokens(text, True, limited=limited)
+
+    def _rendered(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Any] | None,
+        generation: bool | None,
+        continued: bool | None,
+        variables: dict[str, Any] | None,
+    ) -> str:
+        tokenizer = self.llm.tokenizer
+        template = tokenizer.chat_template(bool(tools)) or ""
+        conversation = template_messages(messages)
+        if "developer" not in template:
+            conversation = [
+                {**message, "role": "system"} if message["role"] == "developer" else message for message in conversation
+            ]
+        generation = not continued if generation is None else generation
+        text = tokenizer.render_chat(conversation, generation, tools, variables)
+        return _cut_after(text, messages[-1]) if continued else text
+
+    # ── completions ──
+
+    async def _completion(
+        self, scope: Scope, receive: Receive, exchange: Exchange
+    ) -> tuple[Any, list[Answer], Replies]:
+        key = self._authorise(scope)
+        body = await self._read(scope, receive, CompletionRequest)
+        self._check_model(body.model)
+        body.check()
+        exchange.fields["model"], exchange.fields["stream"] = body.model or self.names[0], bool(body.stream)
+        prompts = body.prompts()
+        if len(prompts) > (most := self.config.max_prompts_per_request):
+            message = f"prompt: there are {len(prompts)}, and the limit is {most} (--max-prompts-per-request)"
+            raise APIError(400, message, param="prompt", code="too_many_prompts")
+        if len(prompts) * body.num_choices > MAX_TOTAL_CHOICES:
+            message = f"n: {len(prompts)} prompts and {body.num_choices} choices are more than {MAX_TOTAL_CHOICES}"
+            raise APIError(400, message, param="n", code="invalid_value")
+        self._check_logprobs("logprobs", body.logprobs)
+        self._check_logprobs("prompt_logprobs", body.prompt_logprobs)
+        scored_only = body.max_tokens == 0
+        more: dict[str, Any] = {}
+        if body.echo and body.logprobs is not None:
+            more["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+        if scored_only:
+            more["min_tokens"] = 0
+        logprobs = body.logprobs
+        if body.num_choices > (body.n or 1):
+            logprobs = logprobs or 0
+        params = self._params(
+            exchange, body, 1 if scored_only else body.max_tokens, logprobs, _constraint(body), **more
+        )
+        answers = []
+        for i, prompt in enumerate(prompts):
+            try:
+                if isinstance(prompt, str):
+                    ids = await self._tokens(prompt, body.add_special_tokens is not False)
+                else:
+                    ids = prompt
+                request = self._request(body, f"{exchange.id}-{i}", ids, params, key)
+            except InvalidRequest as error:
+                if len(prompts) > 1:
+                    what = str(error).removeprefix(f"{error.field}: ")
+                    place = f"prompt[{i}]" if error.field == "prompt" else f"prompt[{i}] {error.field}"
+                    raise type(error)(place, what) from None
+                raise
+            answers.append(
+                Answer(
+                    self.llm.tokenizer,
+                    request,
+                    i * params.n,
+                    prompt=prompt if isinstance(prompt, str) else None,
+                    skip_special=body.skip_special_tokens is not False,
+                    offsets=body.logprobs is not None,
+                    scored_only=scored_only,
+                )
+            )
+        name = exchange.fields["model"]
+        return body, answers, CompletionReplies(exchange.id, int(time.time()), name, body, self.llm.tokenizer)
+
+    # ── chats ──
+
+    async def _chat(self, scope: Scope, receive: Receive, exchange: Exchange) -> tuple[Any, list[Answer], Replies]:
+        key = self._authorise(scope)
+        body = await self._read(scope, receive, ChatRequest)
+        self._check_model(body.model)
+        body.check()
+        exchange.fields["model"], exchange.fields["stream"] = body.model or self.names[0], bool(body.stream)
+        self._check_logprobs("top_logprobs", body.top_logprobs)
+        self._check_logprobs("prompt_logprobs", body.prompt_logprobs)
+        template = self.llm.tokenizer.chat_template(bool(body.tools))
+        use = tool_use(template, body.tools, body.tool_choice, body.parallel_tool_calls, _constraint(body))
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        if body.num_choices > (body.n or 1):
+            logprobs = logprobs or 0
+        params = self._params(exchange, body, body.most_tokens, logprobs, use.constraint)
+        exchange.renamed["prompt"] = "messages"
+        if body.max_completion_tokens is not None:
+            exchange.renamed["max_tokens"] = "max_completion_tokens"
+        variables = dict(body.chat_template_kwargs or {})
+        if body.documents is not None:
+            variables["documents"] = body.documents
+        ids = await self._chat_tokens(
+            body.messages,
+            use.tools,
+            body.add_generation_prompt,
+            body.continue_final_message,
+            variables,
+            bool(body.add_special_tokens),
+        )
+        request = self._request(body, exchange.id, ids, params, key)
+        # some files mark <tool_call> as a control token, and calls are found by it
+        skip_special = body.skip_special_tokens is not False and use.style != "hermes"
+        answer = Answer(self.llm.tokenizer, request, skip_special=skip_special)
+        name = exchange.fields["model"]
+        return body, [answer], ChatReplies(exchange.id, int(time.time()), name, body, self.llm.tokenizer, use)
+
+    # ── what they share ──
+
+    def _check_logprobs(self, name: str, count: int | None) -> None:
+        if (count or 0) > self.config.max_logprobs:
+            message = f"{name}: {count} is above {self.config.max_logprobs}, the server's --max-logprobs"
+            raise APIError(400, message, param=name, code="invalid_value")
+
+    def _params(
+        self,
+        exchange: Exchange,
+        body: GenerationRequest,
+        max_tokens: int | None,
+        logprobs: int | None,
+        wanted: Constraint | None,
+        **more: Any,
+    ) -> SamplingParams:
+        if wanted is not None:
+            more["guide"] = wanted.guide
+            exchange.renamed["guide"] = wanted.field
+        return body.sampling(max_tokens=max_tokens, logprobs=logprobs, **more)
+
+    def _request(
+        self,
+        body: GenerationRequest,
+        request_id: str,
+        ids: Sequence[int],
+        params: SamplingParams,
+        key: str | None,
+    ) -> Request:
+        """A request, checked. Raises InvalidRequest, APIError."""
+        if body.truncate_prompt_tokens is not None:
+            ids = ids[-body.truncate_prompt_tokens :]
+        if body.priority and self.llm.config.scheduling_policy != "priority":
+            message = "priority: the server does not run with --scheduling-policy priority"
+            raise APIError(400, message, param="priority", code="invalid_value")
+        identity: tuple[str, ...] = ()
+        if key is not None and not self.config.share_prefixes:
+            identity += ("key", key)
+        if body.cache_salt is not None:
+            identity += ("salt", body.cache_salt)
+        request = Request(request_id, ids, params, identity, body.priority or 0)
+        self.llm.limits.check(request)
+        return request
+
+    # ── answering ──
+
+    async def answer(self, exchange: Exchange, body: Any, answers: list[Answer], replies: Replies) -> None:
+        """Have the answers computed and send them. Whatever ends this ends the requests too."""
+        exchange.answers = answers
+        streams: list[RequestStream] = []
+        marks = [self._mark(answer, exchange.arrived) for answer in answers]
+        try:
+            await self._submit(answers, streams)
+            async for number, output, known_at in _merged(streams):
+                answer, stream, mark = answers[number], streams[number], marks[number]
+                piece = answer.take(output)
+                if piece is None:
+                    continue
+                if piece.ended:
+                    stream.finish(piece.index)
+                if exchange.first_token_s is None:
+                    exchange.first_token_s = known_at - exchange.arrived
+                waited = (stream.scheduled_at or stream.queued_at) - stream.queued_at
+                mark.tokens(piece.index, len(piece.tokens), known_at, waited)
+                if piece.finish_reason is not None:
+                    mark.finished(piece.index, "stop" if piece.finish_reason == "tool_calls" else piece.finish_reason)
+                if body.stream and (news := replies.event(answers, answer, piece)):
+                    if not exchange.started:
+                        await exchange.start(200, STREAM_HEADERS)
+                    await exchange.write(news)
+            if body.stream:
+                await exchange.write(replies.usage_event(answers) + DONE, more=False)
+            else:
+                await exchange.reply(200, replies.whole(answers))
+        except (APIError, EngineDead):
+            for mark in marks:
+                mark.close("error")
+            raise
+        finally:
+            for stream in streams:
+                stream.abort()
+            for mark in marks:
+                mark.close("abort")
+
+    def _mark(self, answer: Answer, arrived: float) -> RequestMetrics:
+        params = answer.request.params
+        return self.metrics.request_started(answer.num_prompt_tokens, params.n, params.max_tokens, arrived)
+
+    async def _submit(self, answers: Sequence[Answer], streams: list[RequestStream]) -> None:
+        """Queue them all, or none."""
+        if len(answers) == 1:
+            streams.append(await self.llm.submit(answers[0].request))
+            return
+        tasks = [asyncio.create_task(self.llm.submit(answer.request)) for answer in answers]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            done = await asyncio.gather(*tasks, return_exceptions=True)
+            streams += [stream for stream in done if isinstance(stream, RequestStream)]
+
+
+class _Generating:
+    """An endpoint that generates. It races the answer against the client's going."""
+
+    def __init__(self, app: Application, prepare: Callable[..., Any], prefix: str) -> None:
+        self._app, self._prepare, self._prefix = app, prepare, prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app, exchange = self._app, Exchange(scope, send, self._prefix)
+        outcome = "ok"
+        app.num_open += 1
+        try:
+            if app.draining:
+                raise _draining()
+            prepared = await self._prepare(scope, receive, exchange)
+            await _unless_gone(app.answer(exchange, *prepared), receive)
+        except Disconnected:
+            outcome = "disconnected"
+        except Exception as error:
+            if isinstance(error, InvalidRequest) and error.field in exchange.renamed:
+                what = str(error).removeprefix(f"{error.field}: ")
+                error = type(error)(exchange.renamed[error.field], what)
+            failure = _failure(error)
+            outcome = failure.code or "error"
+            with suppress(OSError):
+                await exchange.fail(failure)
+        finally:
+            app.num_open -= 1
+            if not app.config.disable_log_requests:
+                _requests.info("request", extra={"fields": self._line(exchange, outcome)})
+
+    def _line(self, exchange: Exchange, outcome: str) -> dict[str, Any]:
+        answers, now = exchange.answers, time.monotonic()
+        fields = exchange.fields | {"outcome": outcome, "total_s": round(now - exchange.arrived, 6)}
+        if exchange.first_token_s is not None:
+            fields["first_token_s"] = round(exchange.first_token_s, 6)
+        if answers:
+            total = usage(answers)
+            choices = [choice for answer in answers for choice in answer.choices]
+            fields["prompt_tokens"], fields["completion_tokens"] = total.prompt_tokens, total.completion_tokens
+            fields["cached_tokens"] = total.prompt_tokens_details.cached_tokens
+            reasons = [choice.finish_reason for choice in choices]
+            fields["finish_reasons"] = {str(reason): reasons.count(reason) for reason in dict.fromkeys(reasons)}
+            if self._app.config.log_prompts:
+                decoded = self._app.llm.tokenizer.decode
+                fields["prompts"] = [
+                    decoded(list(answer.request.prompt_token_ids), False) if answer.prompt is None else answer.prompt
+                    for answer in answers
+                ]
+                fields["texts"] = ["".join(choice.texts) for choice in choices]
+        return fields
+
+
+# ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _draining() -> APIError:
+    return APIError(
+        503,
+        "the server is shutting down",
+        code="shutting_down",
+        headers={"Connection": "close", "Retry-After": "5"},
+    )
+
+
+def _failure(error: Exception) -> APIError:
+    """Any error as what the client is told. What was not raised on purpose goes to the log with its trace."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, InvalidRequest):
+        return refused(error)
+    if isinstance(error, Overloaded):
+        return APIError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
+    if isinstance(error, EngineDead):
+        return APIError(503, str(error), code="engine_dead", headers={"Retry-After": "5"})
+    _log.error("a request failed", exc_info=error)
+    return APIError(500, "something went wrong in the server; its log says what", code="internal_error")
+
+
+def _json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(encode(value), status, headers, media_type="application/json")
+
+
+async def _api_error(http: HTTPRequest, error: APIError) -> Response:
+    return _json(error.body(), error.status, error.headers)
+
+
+async def _http_error(http: HTTPRequest, error: HTTPException) -> Response:
+    """Starlette's own: there is no such path, or it has no such method."""
+    path = http.url.path if len(http.url.path) <= 100 else http.url.path[:99] + "…"
+    method = http.method[:20]
+    message = {404: f"there is no {path}", 405: f"{path} does not take {method}"}.get(error.status_code, error.detail)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    return _json(APIError(error.status_code, message, code=code).body(), error.status_code, dict(error.headers or {}))
+
+
+async def _unexpected(http: HTTPRequest, error: Exception) -> Response:
+    return await _api_error(http, _failure(error))
+
+
+# ── small parts ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Counted:
+    """Counts replies by their status."""
+
+    def __init__(self, app: Any, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.responded(message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counting)
+
+
+async def _unless_gone(work: Any, receive: Receive) -> None:
+    """Run work to its end, or cancel it when the client goes. Raises Disconnected then."""
+    working, going = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((working, going), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Disconnected
+        await working
+    finally:
+        going.cancel()
+        if not working.done():
+            working.cancel()
+            with suppress(asyncio.CancelledError):
+                await working
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, Output, float]]:
+    """The outputs of several streams as they come, each with its stream's number and when the engine had it."""
+    if len(streams) == 1:
+        async for output in streams[0]:
+            yield 0, output, streams[0].output_at
+        return
+    news: asyncio.Queue[tuple[int, Output | Exception | None, float]] = asyncio.Queue()
+
+    async def pump(number: int, stream: RequestStream) -> None:
+        try:
+            async for output in stream:
+                news.put_nowait((number, output, stream.output_at))
+        except EngineDead as error:
+            news.put_nowait((number, error, 0.0))
+        else:
+            news.put_nowait((number, None, 0.0))
+
+    tasks = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
+    try:
+        num_open = len(streams)
+        while num_open:
+            number, item, known_at = await news.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield number, item, known_at
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _constraint(body: GenerationRequest) -> Constraint | None:
+    names = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+    return constraint(**{name: getattr(body, name) for name in names})
+
+
+def _check_template(tokenizer: Tokenizer) -> None:
+    """Raise ConfigError for a template that is none; one may well refuse this conversation."""
+    try:
+        tokenizer.render_chat([{"role": "user", "content": "a"}])
+    except InvalidRequest as error:
+        if isinstance(error.__cause__, TemplateSyntaxError):
+            what = f"{error.__cause__} (line {error.__cause__.lineno})"
+            raise ConfigError("chat_template", f"is no Jinja template: {what}") from error
+
+
+def _cut_after(text: str, message: dict[str, Any]) -> str:
+    """A rendered conversation up to the end of its last message's content, which the model is to continue.
+
+    Raises InvalidRequest if the template changed the content beyond recognition.
+    """
+    content = message["content"]
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content)
+    start = text.rfind(content.strip())
+    if not content.strip() or start < 0:
+        raise InvalidRequest("messages", "the chat template does not keep the last message's text as it is")
+    # blanks at the end stay if the template left them
+    kept = content.lstrip()
+    return text[: start + len(kept)] if text.startswith(kept, start) else text[: start + len(content.strip())]
