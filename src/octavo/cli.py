@@ -408,7 +408,7 @@ def throughput(
     work = WORKLOADS[workload.value]
     if work.at_once is not None:
         engine = replace(engine, max_num_seqs=work.at_once)
-    figures = {"machine": machine(), "model": model, "engine": asdict(engine)}
+    figures: dict[str, Any] = {"machine": machine(), "model": model, "engine": asdict(engine)}
     with _load(model, engine) as llm, aside.status(f"Serving {workload.value}"):
         figures |= measure(llm, work, requests or work.num_requests, engine.seed)
     if json_file is not None:

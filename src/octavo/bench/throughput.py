@@ -29,7 +29,10 @@ def measure(llm: LLM, workload: Workload, num_requests: int, seed: int) -> dict[
     warm_up = workload.make(min(4, num_requests), llm.model.vocab_size, random.Random(seed + 1_000_003))
     llm.generate([one.prompt for one in warm_up], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
 
-    before, first, latest, gaps = llm.stats(), {}, {}, []  # type: ignore[var-annotated]
+    first: dict[int, float] = {}
+    latest: dict[int, float] = {}
+    gaps: list[float] = []
+    before = llm.stats()
     params = [SamplingParams(temperature=0, max_tokens=one.max_tokens, ignore_eos=True) for one in work]
     start = time.perf_counter()
     for event in llm.stream([one.prompt for one in work], params):

@@ -16,13 +16,14 @@ import stat
 import sys
 import time
 from asyncio import TimerHandle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import uvicorn
+import uvloop
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from octavo.config import EngineConfig
@@ -49,7 +50,7 @@ def run(path: Path, model: str, server: ServerConfig, engine: EngineConfig) -> i
     _log_as_json()
     sock = _bind(server)
     try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(path, model, server, engine, sock))
     finally:
         sock.close()
@@ -274,16 +275,6 @@ def _signals(loop: asyncio.AbstractEventLoop) -> Iterator[asyncio.Event]:
 @contextmanager
 def _no_signals() -> Iterator[None]:
     yield
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's, where it is installed."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
 
 
 # ── log ──────────────────────────────────────────────────────────────────────────────────────────────────────────
