@@ -111,8 +111,10 @@ def cpu_seconds(pid: int) -> float:
 
 
 def processor_time(server: Server) -> dict[str, float]:
-    """Processor seconds so far of the engine's process, the server's, and this one."""
+    """Processor seconds so far of the whole machine, the engine's process, the server's, and this one."""
+    user, nice, system, _, _, interrupts, soft, *_ = map(int, Path("/proc/stat").read_text().split()[1:9])
     return {
+        "machine": (user + nice + system + interrupts + soft) / os.sysconf("SC_CLK_TCK"),
         "engine": cpu_seconds(server.engine_pid),
         "server": cpu_seconds(server.pid),
         "client": time.process_time(),

@@ -86,11 +86,12 @@ def offline_first_token(llm: LLM, prompt: list[int]) -> float:
 
 async def measure(args: argparse.Namespace, llm: LLM, server: Server) -> dict[str, Any]:
     vocab_size = llm.model.vocab_size
-    rounds, costs = [], []
+    rounds, costs, others = [], [], []
     for number in range(args.rounds + 1):
         requests = mixed(8 if number == 0 else args.requests, vocab_size, seed=number)
         runs: dict[str, tuple[int, float]] = {}
         used: dict[str, float] = {}
+        strangers: dict[str, float] = {}
         for side in ("offline", "server") if number % 2 else ("server", "offline"):
             before = processor_time(server)
             if side == "offline":
@@ -98,12 +99,16 @@ async def measure(args: argparse.Namespace, llm: LLM, server: Server) -> dict[st
             else:
                 runs[side] = await serve_all(server.port, requests, args.clients)
             spent = {name: after - before[name] for name, after in processor_time(server).items()}
+            ours = spent["engine"] + spent["server"] + spent["client"]
+            strangers[side] = round((spent["machine"] - ours) / runs[side][1], 2)
             used |= {"offline": spent["client"]} if side == "offline" else spent
         assert runs["offline"][0] == runs["server"][0] == sum(length for _, length in requests)
         if number:  # the first round warms up
             rounds.append({side: round(tokens / seconds, 2) for side, (tokens, seconds) in runs.items()})
             num_tokens = runs["server"][0]
+            del used["machine"]
             costs.append({name: round(1e3 * seconds / num_tokens, 3) for name, seconds in used.items()})
+            others.append(strangers)
     ratios = [one["server"] / one["offline"] for one in rounds]
 
     rng = random.Random(7)
@@ -124,6 +129,7 @@ async def measure(args: argparse.Namespace, llm: LLM, server: Server) -> dict[st
             "clients": args.clients,
             "tokens_per_s": rounds,
             "processor_ms_per_token": costs,
+            "cores_taken_by_others": others,
             "ratios": [round(ratio, 4) for ratio in ratios],
             "median_ratio": round(statistics.median(ratios), 4),
         },
