@@ -432,7 +432,10 @@ def test_what_was_decoded_does_not_stay_in_memory(model_path: Path) -> None:
         pytest.skip("needs /proc/self/smaps")
     before = mapped()  # by engines that other tests have open
     checkpoint = open_file(model_path)
-    for name in list(checkpoint._tensors)[:120]:
-        if len(checkpoint._tensors[name].dims) == 2:
-            checkpoint.weight(name).quantized(0, checkpoint.weight(name).num_rows)
-    assert mapped() - before < 12_000  # KiB, of some 40,000 read
+    num_read = 0
+    for name, stored in checkpoint._tensors.items():
+        if len(stored.dims) == 2:
+            checkpoint.weight(name).quantized(0, stored.num_rows)
+            num_read += stored.num_bytes
+    # the kernel maps more than is touched, metadata is touched too: what matters is that it is not the whole file
+    assert mapped() - before < num_read / 1024 / 3

@@ -52,6 +52,10 @@ F16 = Format("F16", 1, 2, 16, 0, lambda raw: raw.view(np.float16).astype(np.floa
 BF16 = Format("BF16", 1, 2, 16, 0, _bf16)
 
 
+FAULT_AROUND = 1 << 21
+"""Linux maps up to this much of a file, aligned, around the byte that is touched."""
+
+
 class MappedFile:
     """A file's bytes, read-only, brought in by the kernel as they are touched."""
 
@@ -70,7 +74,7 @@ class MappedFile:
 
     def release(self, start: int, stop: int) -> None:
         """Drop bytes start…stop from this process's memory; the next read brings them back."""
-        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        first, stop = start // FAULT_AROUND * FAULT_AROUND, min(-(-stop // FAULT_AROUND) * FAULT_AROUND, len(self._map))
         if stop > first and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED, first, stop - first)
 
