@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <optional>
 #include <string>
@@ -14,6 +15,7 @@
 
 #include "attention.h"
 #include "dispatch.h"
+#include "draw.h"
 #include "linear.h"
 #include "memory.h"
 #include "packing.h"
@@ -28,6 +30,8 @@ namespace {
 
 template <typename T, int N>
 using Array = nb::ndarray<const T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+template <typename T, int N>
+using Out = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 
 void require(bool good, const char* message) {
   if (!good) {
@@ -49,6 +53,7 @@ struct Backend {
   Pool pool;
   Arena arena;
   Scratch scratch;
+  std::vector<LogitReader> readers;  // one for each thread
 
   Backend(const std::string& variant, int num_threads) : kernels(kernels_of(variant)), pool(num_threads) {}
 };
@@ -330,11 +335,13 @@ struct RopeTable {
   }
 };
 
-// Calls body(begin, end) for all parts of num_items, spread over the pool.
+// Calls body(begin, end, thread) for all parts of num_items, spread over the pool.
 template <typename Body>
 void in_parallel(Pool& pool, size_t num_items, const Body& body) {
   pool.run(num_items,
-           [](void* context, size_t begin, size_t end, int) { (*static_cast<const Body*>(context))(begin, end); },
+           [](void* context, size_t begin, size_t end, int thread) {
+             (*static_cast<const Body*>(context))(begin, end, thread);
+           },
            const_cast<Body*>(&body));
 }
 
@@ -356,7 +363,7 @@ void rope_write(Backend& backend, Matrix& qkv, size_t layer, size_t num_heads, P
                           q_norm ? q_norm->values.data() : nullptr, k_norm ? k_norm->values.data() : nullptr, eps};
   nb::gil_scoped_release release;
   in_parallel(backend.pool, step.num_rows(),
-              [&](size_t begin, size_t end) { backend.kernels->rope->rope_write(args, begin, end); });
+              [&](size_t begin, size_t end, int) { backend.kernels->rope->rope_write(args, begin, end); });
 }
 
 void attention(Backend& backend, const Matrix& qkv, size_t layer, size_t num_heads, const Pages& pages, Step& step,
@@ -369,12 +376,74 @@ void attention(Backend& backend, const Matrix& qkv, size_t layer, size_t num_hea
   const AttentionKernels& kernels = *backend.kernels->attention;
   args.scratch = static_cast<float*>(backend.scratch.reserve(kernels.scratch_floats(args) * sizeof(float)));
   nb::gil_scoped_release release;
-  in_parallel(backend.pool, args.num_threads, [&](size_t begin, size_t end) {
+  in_parallel(backend.pool, args.num_threads, [&](size_t begin, size_t end, int) {
     for (size_t part = begin; part < end; ++part) {
       kernels.attend(args, part);
     }
   });
   kernels.finish(args);
+}
+
+// ── logits ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+// Calls body(i, reader, whether the row is sound) for each of `count` rows of logits, by number or from the first on.
+void read_rows(Backend& backend, Array<float, 2> logits, const int32_t* rows, size_t count, const auto& body) {
+  const size_t vocabulary = logits.shape(1);
+  require(vocabulary > 0, "the vocabulary is empty");
+  require(!rows || all_below(rows, count, logits.shape(0)), "a row is out of range");
+  if (backend.readers.empty() || backend.readers[0].vocabulary() != vocabulary) {
+    backend.readers.assign(static_cast<size_t>(backend.pool.size()), LogitReader(*backend.kernels->logit, vocabulary));
+  }
+  nb::gil_scoped_release release;
+  auto read = [&](size_t begin, size_t end, int thread) {
+    LogitReader& reader = backend.readers[static_cast<size_t>(thread)];
+    for (size_t i = begin; i < end; ++i) {
+      const size_t row = rows ? static_cast<size_t>(rows[i]) : i;
+      body(i, reader, reader.read(logits.data() + row * vocabulary));
+    }
+  };
+  in_parallel(backend.pool, count, read);
+}
+
+// out[i] = the best token of row i, -1 where the row is broken
+void best(Backend& backend, Array<float, 2> logits, Out<int32_t, 1> out) {
+  require(out.size() == logits.shape(0), "there is one best token a row");
+  read_rows(backend, logits, nullptr, out.size(),
+            [&](size_t i, const LogitReader& reader, bool sound) { out.data()[i] = sound ? reader.best() : -1; });
+}
+
+// The arrays are those of `Draws` in ops/api.py.
+void choose(Backend& backend, Array<float, 2> logits, Array<int32_t, 1> rows, Array<double, 1> temperatures,
+            Array<int32_t, 1> top_ks, Array<double, 1> top_ps, Array<double, 1> min_ps, Array<double, 1> points,
+            Out<int32_t, 1> out) {
+  const size_t count = rows.size();
+  require(temperatures.size() == count && top_ks.size() == count && top_ps.size() == count && min_ps.size() == count &&
+              points.size() == count && out.size() == count,
+          "the draws' arrays differ in length");
+  read_rows(backend, logits, rows.data(), count, [&](size_t i, LogitReader& reader, bool sound) {
+    const Draw draw = {temperatures.data()[i], static_cast<size_t>(std::max(top_ks.data()[i], 0)), top_ps.data()[i],
+                       min_ps.data()[i], points.data()[i]};
+    out.data()[i] = sound ? reader.choose(draw) : 0;
+  });
+}
+
+// Of row rows[i]: log of the sum of exponentials, the rank of tokens[i], and the num_tops[i] best tokens.
+void score(Backend& backend, Array<float, 2> logits, Array<int32_t, 1> rows, Array<int32_t, 1> tokens,
+           Array<int32_t, 1> num_tops, Out<double, 1> log_totals, Out<int32_t, 1> ranks, Out<int32_t, 2> tops) {
+  const size_t count = rows.size();
+  require(tokens.size() == count && num_tops.size() == count && log_totals.size() == count && ranks.size() == count &&
+              tops.shape(0) == count,
+          "the scores' arrays differ in length");
+  require(all_below(tokens.data(), count, logits.shape(1)), "a token is outside the vocabulary");
+  require(tops.shape(1) <= logits.shape(1) && all_below(num_tops.data(), count, tops.shape(1) + 1),
+          "more of the best tokens are asked for than there is room for");
+  read_rows(backend, logits, rows.data(), count, [&](size_t i, LogitReader& reader, bool sound) {
+    log_totals.data()[i] = sound ? reader.log_total() : NAN;
+    ranks.data()[i] = sound ? reader.rank(tokens.data()[i]) : 0;
+    if (sound) {
+      reader.top(static_cast<size_t>(num_tops.data()[i]), tops.data() + i * tops.shape(1));
+    }
+  });
 }
 
 }  // namespace
@@ -440,4 +509,8 @@ NB_MODULE(OCTAVO_MODULE, module) {
   module.def("rope_write", &rope_write, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
              nb::arg().none(), nb::arg().none(), nb::arg());
   module.def("attention", &attention);
+
+  module.def("best", &best);
+  module.def("choose", &choose);
+  module.def("score", &score);
 }

@@ -143,7 +143,7 @@ def assemble(checkpoint: Checkpoint, config: EngineConfig, *, audit: bool = Fals
     ops = _backend(config)
     decoder = ARCHITECTURES[model.architecture](checkpoint, ops, max_model_len)
     eos_token_ids = frozenset(tokenizer.eos_token_ids)
-    sampler = Sampler(eos_token_ids, model.vocab_size)
+    sampler = Sampler(ops, eos_token_ids)
     cache = CacheManager(num_pages, config.block_size, enable_prefix_caching=config.enable_prefix_caching)
     scheduler = Scheduler(
         config, cache, max_model_len=max_model_len, vocab_size=model.vocab_size, eos_token_ids=eos_token_ids

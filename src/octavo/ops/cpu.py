@@ -15,7 +15,7 @@ import numpy as np
 from octavo import _native
 from octavo.errors import ConfigError
 from octavo.kv_format import KVFormat
-from octavo.ops.api import Floats, Ints, KVPool, StepInputs, Weight
+from octavo.ops.api import Draws, Floats, Ints, KVPool, Scores, StepInputs, Weight
 
 PACKED_AT_ONCE = 1 << 22  # weights decoded before they are packed: bounds the memory that loading takes
 MAX_THREADS = 1024
@@ -155,6 +155,24 @@ class CpuOps:
         _native.logits(self.backend, x, rows, norm, eps, weight, out)
         logits: Floats = out.numpy()
         return logits
+
+    # ── from logits to tokens ──
+
+    def best(self, logits: Floats) -> Ints:
+        tokens = np.empty(len(logits), np.int32)
+        _native.best(self.backend, logits, tokens)
+        return tokens
+
+    def choose(self, logits: Floats, draws: Draws) -> Ints:
+        tokens = np.empty(len(draws.rows), np.int32)
+        _native.choose(self.backend, logits, *draws, tokens)
+        return tokens
+
+    def score(self, logits: Floats, rows: Ints, tokens: Ints, num_tops: Ints) -> Scores:
+        width = min(int(num_tops.max(initial=0)), logits.shape[1])
+        scores = Scores(np.empty(len(rows)), np.empty(len(rows), np.int32), np.zeros((len(rows), width), np.int32))
+        _native.score(self.backend, logits, rows, tokens, np.minimum(num_tops, width), *scores)
+        return scores
 
 
 def _pack(packed: _native.Linear, weight: Weight) -> None:
