@@ -78,30 +78,34 @@ def _asked(piece: Slice) -> list[Sequence[Draw | Target]]:
 
 def step_inputs(slices: Sequence[Slice]) -> StepInputs:
     """The slices as arrays. Token ids and pages are copied, so that sequences and page tables may grow at once."""
-    num_rows = np.fromiter((len(piece.token_ids) for piece in slices), np.int32, len(slices))
-    num_pages = np.fromiter((len(piece.pages) for piece in slices), np.int32, len(slices))
-    start = np.fromiter((piece.start for piece in slices), np.int32, len(slices))
-    write_start = np.fromiter((piece.write_start for piece in slices), np.int32, len(slices))
+    _, starts, token_ids, write_starts, pages, *_ = zip(*slices, strict=True)
+    num_rows, start = _lengths(token_ids), np.array(starts, np.int32)
     row_start = _offsets(num_rows)
     return StepInputs(
-        token_ids=_joined(piece.token_ids for piece in slices),
+        token_ids=_joined(token_ids),
         positions=np.arange(row_start[-1], dtype=np.int32) + np.repeat(start - row_start[:-1], num_rows),
         row_start=row_start,
-        write_start=write_start,
-        page_start=_offsets(num_pages),
-        pages=_joined(piece.pages for piece in slices),
+        write_start=np.array(write_starts, np.int32),
+        page_start=_offsets(_lengths(pages)),
+        pages=_joined(pages),
     )
 
 
 def wanted_rows(slices: Sequence[Slice], row_start: Ints) -> Ints:
     """The rows whose logits are read: for each slice those that score a target, then the last one if it draws."""
     rows: list[int] = []
-    for piece, first, end in zip(slices, row_start[:-1].tolist(), row_start[1:].tolist(), strict=True):
-        if piece.num_prompt_logprobs is not None:
+    first = 0
+    for piece, end in zip(slices, row_start[1:].tolist(), strict=True):
+        if piece.targets:
             rows.extend(range(first, first + len(piece.targets)))
         if piece.draws:
             rows.append(end - 1)
+        first = end
     return np.array(rows, np.int32)
+
+
+def _lengths(arrays: Sequence[array[int]]) -> Ints:
+    return np.fromiter(map(len, arrays), np.int32, len(arrays))
 
 
 def _offsets(lengths: Ints) -> Ints:
