@@ -9,6 +9,7 @@ pages, threads or page sizes are about.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -104,6 +105,9 @@ class KVPool(NamedTuple):
     data: Tensor
 
 
+Forward = Callable[[StepInputs, KVPool], Tensor]
+
+
 class Ops(Protocol):
     """A backend. `x` is the residual stream, [num_rows, hidden]."""
 
@@ -123,6 +127,12 @@ class Ops(Protocol):
         """Cosines and sines of position · frequency, from float64 arithmetic: float32 [num_positions, head_dim / 2]."""
 
     def allocate_pages(self, format: KVFormat, num_pages: int) -> KVPool: ...
+
+    def compiled(self, forward: Forward) -> Forward:
+        """The same forward pass, for one that calls the same ops on the same tensors whatever the step holds.
+
+        A backend may note its calls the first time, and then make them without Python.
+        """
 
     # ── between forward passes ──
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.kv_format import ITEM_BYTES, KVFormat
-from octavo.ops.api import Draws, Floats, Ints, KVPool, Scores, StepInputs, Weight
+from octavo.ops.api import Draws, Floats, Forward, Ints, KVPool, Scores, StepInputs, Weight
 
 BLOCK_ROWS = 8
 SMALL_PRODUCT = 10_000_000
@@ -119,6 +119,9 @@ class ReferenceOps:
 
     def allocate_pages(self, format: KVFormat, num_pages: int) -> KVPool:
         return KVPool(format, np.zeros((num_pages, format.page_bytes), np.uint8))
+
+    def compiled(self, forward: Forward) -> Forward:
+        return forward
 
     def copy_page(self, pool: KVPool, src: int, dst: int) -> None:
         pool.data[dst] = pool.data[src]
