@@ -116,9 +116,10 @@ struct Vector {
   explicit Vector(Array<float, 1> source) : values(source.data(), source.data() + source.size()) {}
 };
 
+// A matrix to be packed segment by segment, each in pieces that several threads may pack at once.
 class PackedLinear {
  public:
-  PackedLinear(Backend& backend, size_t inputs, bool fine) : backend_(backend) {
+  PackedLinear(Backend& backend, size_t inputs, bool fine) : arena_(backend.arena) {
     linear_.inputs = inputs;
     linear_.fine = fine;
   }
@@ -138,7 +139,7 @@ class PackedLinear {
     }
     require(outputs > 0 && linear_.inputs > 0, "a matrix has at least one output and one input");
     require(bits == 16 || linear_.inputs % group == 0, "the inputs are not a multiple of the group");
-    Segment segment = make_segment(backend_.arena, format, outputs, linear_.inputs);
+    Segment segment = make_segment(arena_, format, outputs, linear_.inputs);
     segment.column = linear_.outputs;
     segments_.push_back(segment);
     count();
@@ -159,22 +160,16 @@ class PackedLinear {
     require(minimums.has_value() == segment.format.minimum, "minimums are given for all rows or none");
     require(!minimums || (minimums->shape(0) == scales.shape(0) && minimums->shape(1) == scales.shape(1)),
             "minimums have a wrong shape");
-    const size_t inputs = codes.shape(1), num_scales = scales.shape(1);
     nb::gil_scoped_release release;
-    in_parallel(backend_.pool, codes.shape(0), [&](size_t begin, size_t end, int) {
-      octavo::pack_quantized(segment, first + begin, end - begin, codes.data() + begin * inputs,
-                             scales.data() + begin * num_scales,
-                             minimums ? minimums->data() + begin * num_scales : nullptr);
-    });
+    octavo::pack_quantized(segment, first, codes.shape(0), codes.data(), scales.data(),
+                           minimums ? minimums->data() : nullptr);
   }
 
   void pack_float(size_t first, Array<float, 2> values) {
     const Segment& segment = last(first, values.shape(0), values.shape(1));
     require(segment.format.codes == Format::BF16, "the segment is quantised");
     nb::gil_scoped_release release;
-    in_parallel(backend_.pool, values.shape(0), [&](size_t begin, size_t end, int) {
-      pack_bf16(segment, first + begin, end - begin, values.data() + begin * values.shape(1));
-    });
+    pack_bf16(segment, first, values.shape(0), values.data());
   }
 
   void set_bias(Array<float, 1> bias) {
@@ -206,7 +201,7 @@ class PackedLinear {
     return segment;
   }
 
-  Backend& backend_;
+  Arena& arena_;
   std::vector<Segment> segments_;
   std::vector<float> bias_;
   Linear linear_{};
@@ -514,7 +509,10 @@ NB_MODULE(OCTAVO_MODULE, module) {
     }
     return names;
   });
-  module.def("fit_f16", [](Array<float, 2> values) { return fit_f16(values.data(), values.size()); });
+  module.def("fit_f16", [](Array<float, 2> values) {
+    nb::gil_scoped_release release;
+    return fit_f16(values.data(), values.size());
+  });
 
   nb::class_<Program>(module, "Program").def(nb::init<>()).def("run", &Program::run);
 
