@@ -85,16 +85,6 @@ void perform(Backend& backend, std::function<void()> op) {
   }
 }
 
-// Calls body(begin, end, thread) for all parts of num_items, spread over the pool.
-template <typename Body>
-void in_parallel(Pool& pool, size_t num_items, const Body& body) {
-  pool.run(num_items,
-           [](void* context, size_t begin, size_t end, int thread) {
-             (*static_cast<const Body*>(context))(begin, end, thread);
-           },
-           const_cast<Body*>(&body));
-}
-
 // Activations: float32 rows whose memory grows and never shrinks.
 struct Matrix {
   size_t columns;
@@ -384,6 +374,14 @@ struct RopeTable {
   }
 };
 
+// Calls body(begin, end) for all parts of num_items, spread over the pool.
+template <typename Body>
+void in_parallel(Pool& pool, size_t num_items, const Body& body) {
+  pool.run(num_items,
+           [](void* context, size_t begin, size_t end, int) { (*static_cast<const Body*>(context))(begin, end); },
+           const_cast<Body*>(&body));
+}
+
 void embed(Backend& backend, const PackedLinear& table, const Step& step, Matrix& out) {
   require(out.columns == table.linear().inputs, "the output has a wrong width");
   perform(backend, [&backend, &table, &step, &out] {
@@ -412,7 +410,7 @@ void rope_write(Backend& backend, Matrix& qkv, size_t layer, size_t num_heads, P
     const RopeWrite args = {qkv.data, num_heads, pages.layer(layer), step.rows(pages), rope.cos.data(), rope.sin.data(),
                             q_norm ? q_norm->values.data() : nullptr, k_norm ? k_norm->values.data() : nullptr, eps};
     in_parallel(backend.pool, step.num_rows(),
-                [&](size_t begin, size_t end, int) { backend.kernels->rope->rope_write(args, begin, end); });
+                [&](size_t begin, size_t end) { backend.kernels->rope->rope_write(args, begin, end); });
   });
 }
 
@@ -427,7 +425,7 @@ void attention(Backend& backend, const Matrix& qkv, size_t layer, size_t num_hea
                       static_cast<size_t>(backend.pool.size()), nullptr};
     const AttentionKernels& kernels = *backend.kernels->attention;
     args.scratch = static_cast<float*>(backend.scratch.reserve(kernels.scratch_floats(args) * sizeof(float)));
-    in_parallel(backend.pool, args.num_threads, [&](size_t begin, size_t end, int) {
+    in_parallel(backend.pool, args.num_threads, [&](size_t begin, size_t end) {
       for (size_t part = begin; part < end; ++part) {
         kernels.attend(args, part);
       }
@@ -454,7 +452,11 @@ void read_rows(Backend& backend, Array<float, 2> logits, const int32_t* rows, si
       body(i, reader, reader.read(logits.data() + row * vocabulary));
     }
   };
-  in_parallel(backend.pool, count, read);
+  backend.pool.run(count,
+                   [](void* context, size_t begin, size_t end, int thread) {
+                     (*static_cast<decltype(read)*>(context))(begin, end, thread);
+                   },
+                   &read);
 }
 
 // out[i] = the best token of row i, -1 where the row is broken
