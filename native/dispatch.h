@@ -23,12 +23,14 @@ namespace octavo {
 struct LinearKernels;
 struct RopeKernels;
 struct AttentionKernels;
+struct ProbeKernels;
 
 struct Kernels {
   const char* variant;
   const LinearKernels* linear;
   const RopeKernels* rope;
   const AttentionKernels* attention;
+  const ProbeKernels* probe;
 };
 
 // The variants this machine can run, slowest first, ended by a null pointer. The first call asks the system for the AMX

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from octavo.bench.throughput import machine
+from octavo.bench.machine import machine
 from octavo.bench.workloads import WORKLOADS
 from octavo.models.catalog import resolve
 

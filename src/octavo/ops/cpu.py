@@ -15,7 +15,7 @@ import numpy as np
 from octavo import _native
 from octavo.errors import ConfigError
 from octavo.kv_format import KVFormat
-from octavo.ops.api import Floats, Ints, KVPool, StepInputs, Weight
+from octavo.ops.api import Floats, Footprint, Ints, KVPool, StepInputs, Weight
 
 PACKED_AT_ONCE = 1 << 22  # weights decoded before they are packed: bounds the memory that loading takes
 MAX_THREADS = 1024
@@ -74,6 +74,10 @@ class CpuOps:
         if bias is not None:
             packed.set_bias(np.ascontiguousarray(bias, np.float32))
         return packed
+
+    def footprint(self, weight: _native.Linear) -> Footprint:
+        num_bf16 = weight.num_bf16
+        return Footprint(weight.num_bytes, int8=weight.outputs * weight.inputs - num_bf16, bf16=num_bf16)
 
     def vector(self, values: Floats) -> _native.Vector:
         return _native.Vector(np.ascontiguousarray(values, np.float32))
@@ -155,6 +159,21 @@ class CpuOps:
         _native.logits(self.backend, x, rows, norm, eps, weight, out)
         logits: Floats = out.numpy()
         return logits
+
+    # ── what the machine allows ──
+
+    def read_rates(self, sizes: list[int]) -> list[float]:
+        """Bytes a second at which all threads together read working sets of these sizes, over and over."""
+        rates: list[float] = _native.read_rates(self.backend, sizes)
+        return rates
+
+    def product_rate(self, dtype: str) -> float:
+        """Operations a second, two a product, of all threads with operands in their first-level caches.
+
+        As the linears multiply "int8" and "bf16" with this instruction set, and attention "float32".
+        """
+        rate: float = _native.product_rate(self.backend, dtype)
+        return rate
 
 
 def _pack(packed: _native.Linear, weight: Weight) -> None:
