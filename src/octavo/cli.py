@@ -417,7 +417,7 @@ def throughput(
     figures: dict[str, Any] = {"machine": machine(), "model": model, "engine": asdict(engine)}
     path = _fetch(model)
     with aside.status(f"Serving {workload.value}"):
-        figures |= measure(path, engine, work, requests or work.num_requests)
+        figures |= measure(path, engine, work, requests)
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=1) + "\n")
     first, gap = figures["time_to_first_token_s"], figures["inter_token_s"]

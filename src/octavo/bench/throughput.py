@@ -5,14 +5,13 @@ Owns the clock and the report; the engine is used as anyone would use it, throug
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
 from octavo.bench.machine import Shape, Watch, probe, standing
-from octavo.bench.workloads import Workload
+from octavo.bench.workloads import Workload, rates
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.llm import LLM, assemble
@@ -20,16 +19,14 @@ from octavo.models.weights import open_checkpoint
 from octavo.types import SamplingParams
 
 
-def measure(path: Path, config: EngineConfig, workload: Workload, num_requests: int) -> dict[str, Any]:
+def measure(path: Path, config: EngineConfig, workload: Workload, num_requests: int | None) -> dict[str, Any]:
     """Run the workload once, after a warm-up that shares no prompt with it. Times in seconds, rates in tokens a second.
 
     time_to_first_token counts from the start of the run: all requests are queued at once. inter_token is the time
     between two events of one answer, divided by the tokens that came. probe, standing: see octavo.bench.machine.
     """
-    engine = assemble(open_checkpoint(path), config)
-    watch = Watch(engine.core.executor)
-    shape = Shape(engine.model, *engine.footprints, engine.format.token_bytes)
-    with LLM.from_engine(engine._replace(core=EngineCore(engine.core.scheduler, watch))) as llm:
+    llm, watch, shape = watched(path, config)
+    with llm:
         allowed = probe(config.num_threads)
         figures, start = _run(llm, workload, num_requests, config.seed)
     return {
@@ -39,11 +36,17 @@ def measure(path: Path, config: EngineConfig, workload: Workload, num_requests: 
     }
 
 
-def _run(llm: LLM, workload: Workload, num_requests: int, seed: int) -> tuple[dict[str, Any], float]:
+def watched(path: Path, config: EngineConfig) -> tuple[LLM, Watch, Shape]:
+    """An LLM whose steps are noted, and what decides how much a step has to do."""
+    engine = assemble(open_checkpoint(path), config)
+    watch = Watch(engine.core.executor)
+    llm = LLM.from_engine(engine._replace(core=EngineCore(engine.core.scheduler, watch)))
+    return llm, watch, Shape(engine.model, *engine.footprints, engine.format.token_bytes)
+
+
+def _run(llm: LLM, workload: Workload, num_requests: int | None, seed: int) -> tuple[dict[str, Any], float]:
     """The figures, and when the run began after the warm-up."""
-    chance = random.Random(seed)
-    work = workload.make(num_requests, llm.model.vocab_size, chance)
-    warm_up = workload.make(min(4, num_requests), llm.model.vocab_size, random.Random(seed + 1_000_003))
+    warm_up, work = workload.draw(num_requests, llm.model.vocab_size, seed)
     llm.generate([one.prompt for one in warm_up], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
 
     first: dict[int, float] = {}
@@ -64,16 +67,10 @@ def _run(llm: LLM, workload: Workload, num_requests: int, seed: int) -> tuple[di
     seconds = time.perf_counter() - start
 
     after = llm.stats()
-    num_in, num_out = sum(len(one.prompt) for one in work), sum(one.max_tokens for one in work)
     computed, steps = (after[name] - before[name] for name in ("computed_tokens", "num_steps"))
     figures = {
         "workload": workload.name,
-        "num_requests": num_requests,
-        "prompt_tokens": num_in,
-        "output_tokens": num_out,
-        "seconds": seconds,
-        "output_tokens_per_s": num_out / seconds,
-        "total_tokens_per_s": (num_in + num_out) / seconds,
+        **rates(work, seconds),
         "computed_tokens_per_s": computed / seconds,
         "num_steps": steps,
         "step_s": seconds / steps,
