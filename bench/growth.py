@@ -7,8 +7,8 @@ Steps draw one token for each running sequence. *context*: one sequence, its con
 begin with the shorter ones, which are found in the cache. *running*: 1 to 256 sequences of 64 tokens. *cached*: 32
 sequences beside up to 100,000 cached pages, which an executor that computes nothing has filled, so that they take no
 memory. A point is the median of some steps, in seconds; `control_s` is what is spent outside of the executor:
-scheduling, the plan, and taking its results in. `slope_s` is that of a straight line through the points (least squares),
-`r2` how well it fits. Every second repeat goes backwards, so that a slow moment does not bend the line.
+scheduling, the plan, and taking its results in. `slope_s` is that of a straight line through the points (least
+squares), `r2` how well it fits. Every second repeat goes backwards, so that a slow moment does not bend the line.
 """
 
 from __future__ import annotations

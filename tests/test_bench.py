@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from octavo.bench.machine import Load, Probe, Run, Shape, Step, probe, standing
-from octavo.bench.workloads import WORKLOADS
+from octavo.bench.workloads import WORKLOADS, Work, rates
 from octavo.cli import WorkloadName, app
 from octavo.config import ModelConfig
 from octavo.models.llama import Decoder
@@ -117,3 +117,18 @@ def test_a_model_takes_what_its_format_says(model_path: Path) -> None:
     weights, vocabulary = c.num_layers * a_layer, c.vocab_size * c.hidden_size
     assert layers == Footprint(weights * 5 // 8, int8=weights)
     assert head == Footprint(vocabulary * 17 // 16, int8=vocabulary)
+
+
+def test_a_run_is_drawn_with_a_warm_up_that_shares_no_prompt() -> None:
+    workload = WORKLOADS["prefix"]
+    warm_up, work = workload.draw(None, 1000, seed=3)
+    assert len(work) == workload.num_requests and work == workload.make(64, 1000, random.Random(3))
+    assert [one.max_tokens for one in warm_up] == [4] * 4
+    assert all(one.prompt[:8] != work[0].prompt[:8] for one in warm_up)
+    assert [len(part) for part in workload.draw(2, 1000, seed=3)] == [2, 2]
+
+
+def test_rates_count_prompts_and_answers() -> None:
+    found = rates([Work([1, 2, 3], 5), Work([4], 7)], seconds=4.0)
+    assert (found["num_requests"], found["prompt_tokens"], found["output_tokens"]) == (2, 4, 12)
+    assert (found["output_tokens_per_s"], found["total_tokens_per_s"]) == (3.0, 4.0)
