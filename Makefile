@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test lint format docs build peers clean help
+.PHONY: demo test lint format docs build peers growth clean help
 .DEFAULT_GOAL := help
 
 VENV := .venv
@@ -37,13 +37,15 @@ docs: $(VENV)/built ## write the help texts into docs/cli.md
 
 build: $(VENV)/built ## install the package, editable, with its native kernels
 
-peers: $(VENV)/built ## run Octavo and OpenVINO GenAI in turn on the same workloads, and print the ratios
-	@test -x .venv-peers/bin/python || $(BIN)/python -m venv .venv-peers
-	@.venv-peers/bin/python -m pip install -qq --disable-pip-version-check --no-input openvino-genai
-	@$(BIN)/python bench/peers/compare.py
+peers: $(VENV)/built .venv-peers/installed ## run Octavo and OpenVINO GenAI in turn on the same workloads; table of ratios
+	@$(BIN)/python bench/peers/compare.py --json peers.json
+
+growth: $(VENV)/built ## plot the time of a step against context, running sequences and cached pages: docs/growth.png
+	@$(INSTALL) --group bench
+	@$(BIN)/python bench/growth.py --plot docs/growth.png --json growth.json
 
 clean: ## remove everything that make made
-	rm -rf $(VENV) build dist src/octavo/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peers build dist src/octavo/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## list the targets
@@ -69,6 +71,11 @@ $(VENV)/base: $(VENV)/python pyproject.toml constraints.txt
 $(VENV)/built: $(VENV)/base CMakeLists.txt $(shell find native -type f 2>/dev/null)
 	@echo 'Building Octavo'
 	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(INSTALL) --no-build-isolation --editable .
+	@touch $@
+
+.venv-peers/installed: $(VENV)/base
+	@$(BIN)/python -m venv --clear .venv-peers
+	@$(BIN)/python -m pip --python .venv-peers/bin/python install -qq --no-input --constraint constraints.txt --group peers
 	@touch $@
 
 $(VENV)/dev: $(VENV)/base

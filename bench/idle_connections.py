@@ -19,10 +19,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from bench.load import Connection, Server, machine, processor_time
+from bench.load import Connection, Server, processor_time
 from rich.console import Console
 from rich.progress import Progress
 
+from octavo.bench.machine import machine
 from octavo.models.catalog import resolve
 
 SLOW_BYTES = 256

@@ -1,30 +1,44 @@
-"""Time the layers' matrix products of one step of SmolLM2-135M on the native backend; print JSON.
+"""Time each kernel alone, on the shapes of SmolLM2-135M, against what the machine allows; print JSON.
 
-    python bench/kernels.py --formats w4,w8,bf16 --rows 1,4,16,64,512 --threads 1,2 --variants avx2
+    python bench/kernels.py --variants generic,avx2 --threads 1,2 --rows 1,4,32,512 --formats w4,w8,bf16
+    python bench/kernels.py --kernels linear --formats w4 --rows 1,32 --reference
 
-`gb_s` counts the weights as they are packed, read once; `gop_s` two operations for each weight and row. Both belong to
-the best of the repeats, all of which are printed. There are 30 layers of random weights, more than caches hold.
+A pass is 30 layers, each with weights and pages of its own, so that caches do not hold them all; the vocabulary's is
+one matrix. `gb_s` counts what must be read, weights as they are packed, `gop_s` two operations for each product; both
+are of the best repeat. `share` is the least time that a probe with the same instructions and threads allows
+(octavo.bench.machine) over the best repeat's: above 1 where a cache holds more than the probe assumed.
+With --reference the numpy backend does the same passes, and `times_reference` says how many times as long it takes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
+import os
+import statistics
+import sys
 import time
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy comes: the reference backend has threads of its own
 
 import numpy as np
 
 from octavo import _native
-from octavo.ops.api import Quantized
+from octavo.bench.machine import Load, Run, Shape, machine, probe
+from octavo.config import ModelConfig
+from octavo.kv_format import KVFormat
+from octavo.ops.api import Footprint, Ops, Quantized, StepInputs, Tensor
 from octavo.ops.cpu import CpuOps
+from octavo.ops.reference import ReferenceOps
 
-LAYERS = 30
-SHAPES = {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536)}
-BYTES = {"w4": 4 / 8 + 4 / 32, "w8": 1 + 2 / 32, "bf16": 2.0}
+MODEL = ModelConfig("llama", 30, 576, 1536, 9, 3, 64, 49_152, 8192, 1e-5, 1e4)
+COLUMNS = (MODEL.num_heads + 2 * MODEL.num_kv_heads) * MODEL.head_dim
+PAGES = KVFormat("bf16", MODEL.num_layers, MODEL.num_kv_heads, MODEL.head_dim, 16)
 BITS = {"w4": 4, "w8": 8, "bf16": 16}
 SEED = 1
+LAYERS = range(MODEL.num_layers)
 
 
 class Random:
@@ -48,51 +62,166 @@ class Random:
         return self.codes[start:stop].astype(np.float32)
 
 
-def measure(kind: str, variant: str, threads: int, rows: list[int], repeats: int) -> list[dict[str, Any]]:
-    """One result for each number of rows."""
-    ops = CpuOps(threads, variant)
-    stored = [Random(kind, *shape) for shape in SHAPES.values()]
-    weights = [ops.linear([weight]) for _ in range(LAYERS) for weight in stored]
-    count = LAYERS * sum(outputs * inputs for outputs, inputs in SHAPES.values())
-    results = []
+class Case(NamedTuple):
+    """A kernel on one shape: what a pass must read and multiply, and the pass."""
+
+    kernel: str
+    shape: dict[str, Any]
+    load: Load
+    run: Callable[[], None]
+
+
+def matrix(ops: Ops, rows: int, columns: int) -> Tensor:
+    values = np.random.default_rng(SEED).standard_normal((rows, columns), np.float32)
+    if isinstance(ops, ReferenceOps):
+        return values
+    held = _native.Matrix(columns)
+    held.resize(rows)
+    held.numpy()[:] = values
+    return held
+
+
+def linears(ops: Ops, kind: str, rows: list[int]) -> Iterator[Case]:
+    """The four products of a layer as the model calls them."""
+    hidden, inner, q = MODEL.hidden_size, MODEL.intermediate_size, MODEL.num_heads * MODEL.head_dim
+    norm = ops.vector(np.ones(hidden, np.float32))
+    matrices = {
+        "qkv": [(COLUMNS, hidden)],
+        "o": [(hidden, q)],
+        "gate_up": [(inner, hidden)] * 2,
+        "down": [(hidden, inner)],
+    }
+    for kernel, shapes in matrices.items():
+        stored = [Random(kind, *shape) for shape in shapes]
+        weights = [ops.linear(stored, fine=kernel == "down") for _ in LAYERS]
+        held = Footprint(*map(sum, zip(*map(ops.footprint, weights), strict=True)))
+        for n in rows:
+            x, inputs = matrix(ops, n, hidden), matrix(ops, n, shapes[0][1])
+
+            def run(kernel: str = kernel, weights: Any = weights, x: Tensor = x, inputs: Tensor = inputs) -> None:
+                for weight in weights:
+                    if kernel == "qkv":
+                        ops.norm_linear(x, norm, 1e-5, weight)
+                    elif kernel == "gate_up":
+                        ops.norm_gate_up(x, norm, 1e-5, weight)
+                    else:
+                        ops.add_linear(x, inputs, weight)
+
+            products = [2 * n * weights for weights in held[1:]]
+            yield Case(kernel, {"format": kind, "rows": n}, Load(n, held.num_bytes, *products), run)
+
+
+def vocabulary(ops: Ops, kind: str, rows: list[int]) -> Iterator[Case]:
+    """The product with the vocabulary, and the rows of its matrix that a step begins with."""
+    head = ops.linear([Random(kind, MODEL.vocab_size, MODEL.hidden_size)])
+    held, norm = ops.footprint(head), ops.vector(np.ones(MODEL.hidden_size, np.float32))
     for n in rows:
-        inputs = {weight.inputs: _native.Matrix(weight.inputs) for weight in weights}
-        outputs = {weight.outputs: _native.Matrix(weight.outputs) for weight in weights}
-        for width, matrix in inputs.items():
-            matrix.resize(n)
-            matrix.numpy()[:] = np.random.default_rng(SEED).standard_normal((n, width), np.float32)
-        seconds = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            for weight in weights:
-                _native.linear(ops.backend, inputs[weight.inputs], None, 0.0, weight, outputs[weight.outputs])
-            seconds.append(time.perf_counter() - start)
-        best = min(seconds)
-        figures = {"gb_s": count * BYTES[kind] / best / 1e9, "gop_s": 2 * count * n / best / 1e9, "rows_s": n / best}
-        results.append(
-            {"format": kind, "variant": variant, "threads": threads, "rows": n, "best_s": round(best, 6)}
-            | {name: round(value, 2) for name, value in figures.items()}
-            | {"repeats_s": [round(s, 6) for s in seconds]}
+        x, ids, none = matrix(ops, n, MODEL.hidden_size), np.arange(n, dtype=np.int32), np.zeros(1, np.int32)
+        products = [2 * n * weights for weights in held[1:]]
+
+        def run(x: Tensor = x, ids: Any = ids) -> None:
+            ops.logits(x, ids, norm, 1e-5, head)
+
+        yield Case("vocabulary", {"format": kind, "rows": n}, Load(n, held.num_bytes, *products), run)
+        tokens = np.random.default_rng(SEED).integers(0, MODEL.vocab_size, n, np.int32)
+        step = StepInputs(tokens, none, none, none, none, none)
+        moved = n * (held.num_bytes // MODEL.vocab_size + 4 * MODEL.hidden_size)
+
+        def embed(step: StepInputs = step) -> None:
+            ops.embed(head, step)
+
+        yield Case("embed", {"format": kind, "rows": n}, Load(n, moved, 0, 0, 0), embed)
+
+
+def attention(ops: Ops, steps: list[tuple[int, int, int]]) -> Iterator[Case]:
+    """rope_write and attention: sequences, tokens that each has, and how many of the last ones are computed."""
+    shape = Shape(MODEL, Footprint(), Footprint(), PAGES.token_bytes)
+    rope = ops.rope_table(np.ones(MODEL.head_dim // 2, np.float32), max(tokens for _, tokens, _ in steps))
+    for sequences, tokens, count in steps:
+        per = PAGES.num_pages(tokens)
+        pool = ops.allocate_pages(PAGES, sequences * per)
+        data = pool.data if isinstance(ops, ReferenceOps) else pool.data.numpy()
+        data.view(np.uint32)[:] = 0x3F003F00  # 0.5 twice
+        step = StepInputs(
+            token_ids=np.zeros(sequences * count, np.int32),
+            positions=np.tile(np.arange(tokens - count, tokens, dtype=np.int32), sequences),
+            row_start=np.arange(sequences + 1, dtype=np.int32) * count,
+            write_start=np.full(sequences, tokens - count, np.int32),
+            page_start=np.arange(sequences + 1, dtype=np.int32) * per,
+            pages=np.random.default_rng(SEED).permutation(sequences * per).astype(np.int32),
         )
-    return results
+        qkv = matrix(ops, sequences * count, COLUMNS)
+        about = {"sequences": sequences, "tokens": tokens, "rows": count}
+
+        def rope_write(qkv: Tensor = qkv, pool: Any = pool, step: StepInputs = step) -> None:
+            for layer in LAYERS:
+                ops.rope_write(qkv, layer, MODEL.num_heads, pool, rope, step)
+
+        def attend(qkv: Tensor = qkv, pool: Any = pool, step: StepInputs = step) -> None:
+            for layer in LAYERS:
+                ops.attention(qkv, layer, MODEL.num_heads, pool, step)
+
+        written = sequences * count * (4 * COLUMNS * MODEL.num_layers + PAGES.token_bytes)
+        yield Case("rope_write", about, Load(sequences * count, written, 0, 0, 0), rope_write)
+        yield Case("attention", about, shape.load([Run(tokens - count, count, 0)] * sequences), attend)
+
+
+def cases(ops: Ops, args: argparse.Namespace) -> Iterator[Case]:
+    rows = [int(n) for n in args.rows.split(",")]
+    for kind in args.formats.split(","):
+        if "linear" in args.kernels:
+            yield from linears(ops, kind, rows)
+        if "vocabulary" in args.kernels:
+            yield from vocabulary(ops, kind, rows)
+    if "attention" in args.kernels:
+        yield from attention(ops, [tuple(map(int, step.split("x"))) for step in args.steps.split(",")])
+
+
+def time_of(run: Callable[[], None], repeats: int) -> list[float]:
+    seconds: list[float] = []
+    run()
+    while len(seconds) < repeats and (len(seconds) < 2 or sum(seconds) < 4):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernels", default="linear,vocabulary,attention")
     parser.add_argument("--formats", default="w4,w8,bf16")
-    parser.add_argument("--rows", default="1,4,16,64")
-    parser.add_argument("--threads", default=str(_native.available_cores()))
+    parser.add_argument("--rows", default="1,4,32,512")
+    parser.add_argument("--steps", default="1x2048x1,32x256x1,1x512x512,1x4096x512", help="sequences x tokens x rows")
+    parser.add_argument("--threads", default=",".join(map(str, sorted({1, _native.available_cores()}))))
     parser.add_argument("--variants", default=_native.variants()[-1])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--reference", action="store_true")
     args = parser.parse_args()
-    rows = [int(n) for n in args.rows.split(",")]
+    on = machine()
     results: list[dict[str, Any]] = []
-    for kind in args.formats.split(","):
-        for variant in args.variants.split(","):
-            for threads in args.threads.split(","):
-                results += measure(kind, variant, int(threads), rows, args.repeats)
-    machine = {"cpu": platform.processor() or platform.machine(), "cores": _native.available_cores()}
-    print(json.dumps({"machine": machine, "seed": SEED, "repeats": args.repeats, "results": results}, indent=1))
+    probes: list[dict[str, Any]] = []
+    reference = [time_of(case.run, 2) for case in cases(ReferenceOps(), args)] if args.reference else []
+    for variant in args.variants.split(","):
+        for threads in map(int, args.threads.split(",")):
+            allowed = probe(threads, variant)
+            probes.append(allowed._asdict())
+            for number, case in enumerate(cases(CpuOps(threads, variant), args)):
+                seconds = time_of(case.run, args.repeats)
+                best = min(seconds)
+                operations = case.load.int8 + case.load.bf16 + case.load.float32
+                result = {"kernel": case.kernel, **case.shape, "variant": variant, "threads": threads}
+                result |= {"gb_s": case.load.num_bytes / best / 1e9, "gop_s": operations / best / 1e9}
+                result["share"] = max(case.load.seconds(allowed)) / best
+                if reference:
+                    result["times_reference"] = min(reference[number]) / best
+                print(
+                    *(f"{value:.3g}" if isinstance(value, float) else value for value in result.values()),
+                    file=sys.stderr,
+                )
+                spread = {"best_s": best, "median_s": statistics.median(seconds), "repeats": len(seconds)}
+                results.append(result | spread)
+    print(json.dumps({"machine": on, "seed": SEED, "probes": probes, "results": results}, indent=1))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import platform
-import random
 import re
 import signal
 import socket
@@ -14,7 +12,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -172,8 +169,8 @@ class Connection(asyncio.Protocol):
         self._buffer = b""
 
     @classmethod
-    async def open(cls, port: int) -> Connection:
-        _, self = await asyncio.get_running_loop().create_connection(cls, "127.0.0.1", port)
+    async def open(cls, port: int, host: str = "127.0.0.1") -> Connection:
+        _, self = await asyncio.get_running_loop().create_connection(cls, host, port)
         return self
 
     def send(self, path: str, body: Any, method: str = "POST") -> Reply:
@@ -239,27 +236,13 @@ class Connection(asyncio.Protocol):
             self._waiter.exception()  # whoever abandons a request does not ask
 
 
-# ── workloads ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def mixed(num_requests: int, vocab_size: int, seed: int) -> list[tuple[list[int], int]]:
-    """(prompt, answer length) of requests whose lengths are log-normal, sigma 0.9, with means 161 and 180 tokens before
-    they are clipped to 4…1024 and 4…512. The lengths are the same for every seed, the prompts are not.
-    """
-    lengths, tokens = random.Random(1), random.Random(seed)
-    requests = []
-    for _ in range(num_requests):
-        prompt, answer = (
-            min(max(round(lengths.lognormvariate(mu, 0.9)), 4), most) for mu, most in ((4.6764, 1024), (4.7880, 512))
-        )
-        requests.append(([tokens.randrange(3, vocab_size) for _ in range(prompt)], answer))
-    return requests
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were taken on."""
-    cpu = "unknown"
-    with suppress(OSError, IndexError):
-        cpu = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[0]
-    load = [round(load, 2) for load in os.getloadavg()]
-    return {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), "load_before": load}
+def completion(prompt: list[int], max_tokens: int) -> dict[str, Any]:
+    """The body of a streamed /v1/completions that goes on to its last token and counts them."""
+    return {
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }

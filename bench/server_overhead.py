@@ -19,15 +19,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.load import Connection, Server, anonymous_bytes, machine, mixed, processor_time
+from bench.load import Connection, Server, anonymous_bytes, completion, processor_time
 
 from octavo import LLM, SamplingParams
+from octavo.bench.machine import machine
+from octavo.bench.workloads import WORKLOADS, Work
 from octavo.models.catalog import resolve
 
 KV_BYTES = 1 << 30
 
 
-async def serve_all(port: int, requests: list[tuple[list[int], int]], num_clients: int) -> tuple[int, float]:
+async def serve_all(port: int, requests: list[Work], num_clients: int) -> tuple[int, float]:
     """(tokens of the answers, seconds) with clients that take the next request when theirs is answered."""
     queue = list(reversed(requests))
     connections = [await Connection.open(port) for _ in range(num_clients)]
@@ -37,7 +39,7 @@ async def serve_all(port: int, requests: list[tuple[list[int], int]], num_client
         nonlocal num_tokens
         while queue:
             prompt, length = queue.pop()
-            reply = await connection.post("/v1/completions", body(prompt, length))
+            reply = await connection.post("/v1/completions", completion(prompt, length))
             usage = reply.events[-1]["usage"]
             assert (reply.status, usage["completion_tokens"]) == (200, length), reply.body[:500]
             num_tokens += length
@@ -50,19 +52,7 @@ async def serve_all(port: int, requests: list[tuple[list[int], int]], num_client
     return num_tokens, seconds
 
 
-def body(prompt: list[int], length: int) -> dict[str, Any]:
-    options = {"include_usage": True}
-    return {
-        "prompt": prompt,
-        "max_tokens": length,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": options,
-    }
-
-
-def offline_all(llm: LLM, requests: list[tuple[list[int], int]]) -> tuple[int, float]:
+def offline_all(llm: LLM, requests: list[Work]) -> tuple[int, float]:
     params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for _, length in requests]
     start = time.perf_counter()
     outputs = llm.generate([prompt for prompt, _ in requests], params)
@@ -70,7 +60,7 @@ def offline_all(llm: LLM, requests: list[tuple[list[int], int]]) -> tuple[int, f
 
 
 async def first_token(connection: Connection, prompt: list[int]) -> float:
-    reply = await connection.post("/v1/completions", body(prompt, 4))
+    reply = await connection.post("/v1/completions", completion(prompt, 4))
     assert reply.status == 200, reply.body[:500]
     return reply.first_at - reply.sent_at
 
@@ -88,7 +78,8 @@ async def measure(args: argparse.Namespace, llm: LLM, server: Server) -> dict[st
     vocab_size = llm.model.vocab_size
     rounds, costs, others = [], [], []
     for number in range(args.rounds + 1):
-        requests = mixed(8 if number == 0 else args.requests, vocab_size, seed=number)
+        count = args.requests if number else 8
+        requests = WORKLOADS["mixed"].make(count, vocab_size, random.Random(number))
         runs: dict[str, tuple[int, float]] = {}
         used: dict[str, float] = {}
         strangers: dict[str, float] = {}

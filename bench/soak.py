@@ -23,10 +23,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from bench.load import Broken, Connection, Server, machine
+from bench.load import Broken, Connection, Server
 from rich.console import Console
 from rich.progress import Progress
 
+from octavo.bench.machine import machine
 from octavo.models.catalog import resolve
 
 OPTIONS = ("--max-model-len=512", "--max-num-seqs=32", "--max-num-batched-tokens=256")

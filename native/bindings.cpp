@@ -23,6 +23,7 @@
 #include "packing.h"
 #include "pages.h"
 #include "parallel.h"
+#include "probe.h"
 #include "rope.h"
 
 namespace nb = nanobind;
@@ -170,6 +171,24 @@ class PackedLinear {
   }
 
   const Linear& linear() const { return linear_; }
+
+  // As packed.
+  size_t num_bytes() const {
+    size_t bytes = 0;
+    for (const Segment& segment : segments_) {
+      bytes += segment.num_blocks * segment.block_bytes;
+    }
+    return bytes;
+  }
+
+  // Weights that are multiplied as bf16; the others are multiplied as int8.
+  size_t num_bf16() const {
+    size_t weights = 0;
+    for (const Segment& segment : segments_) {
+      weights += segment.format.codes == Format::BF16 ? segment.outputs * segment.inputs : 0;
+    }
+    return weights;
+  }
 
   bool halves() const { return segments_.size() == 2 && segments_[0].outputs == segments_[1].outputs; }
 
@@ -500,6 +519,46 @@ void score(Backend& backend, Array<float, 2> logits, Array<int32_t, 1> rows, Arr
   });
 }
 
+// ── probes: see probe.h ───────────────────────────────────────────────────────────────────────────────────────────────
+
+// Bytes a second for each size of what is read over and over; the best of a few readings.
+std::vector<double> read_rates(Backend& backend, const std::vector<size_t>& sizes) {
+  nb::gil_scoped_release release;
+  constexpr size_t CHUNK = ProbeKernels::CHUNK, MAPPED = 4096;
+  constexpr double ENOUGH = 64e-3;  // seconds a size
+  const size_t most = sizes.empty() ? 0 : *std::max_element(sizes.begin(), sizes.end());
+  Arena arena;
+  uint8_t* memory = static_cast<uint8_t*>(arena.allocate(most + CHUNK));
+  in_parallel(backend.pool, most / MAPPED + 1, [&](size_t begin, size_t end) {
+    for (size_t page = begin; page < end; ++page) {
+      memory[page * MAPPED] = 1;
+    }
+  });
+  std::vector<double> rates;
+  for (const size_t size : sizes) {
+    const size_t bytes = std::max(size / CHUNK, size_t{1}) * CHUNK;
+    double best = 0.0, spent = 0.0;
+    for (int pass = 0; pass < 3 || spent < ENOUGH; ++pass) {
+      const double seconds = backend.kernels->probe->read(memory, bytes, backend.pool);
+      spent += seconds;
+      if (pass) {  // the first one fills the caches
+        best = std::max(best, static_cast<double>(bytes) / seconds);
+      }
+    }
+    rates.push_back(best);
+  }
+  return rates;
+}
+
+// Operations a second by the type that is multiplied: "int8", "bf16", "float32".
+double product_rate(Backend& backend, const std::string& type) {
+  const char* names[ProbeKernels::COUNT] = {"int8", "bf16", "float32"};
+  const auto found = std::find(names, names + ProbeKernels::COUNT, type);
+  require(found != names + ProbeKernels::COUNT, "products are of int8, bf16 or float32");
+  nb::gil_scoped_release release;
+  return backend.kernels->probe->multiply(static_cast<int>(found - names), backend.pool);
+}
+
 }  // namespace
 
 NB_MODULE(OCTAVO_MODULE, module) {
@@ -544,7 +603,9 @@ NB_MODULE(OCTAVO_MODULE, module) {
       .def("pack_float", &PackedLinear::pack_float)
       .def("set_bias", &PackedLinear::set_bias)
       .def_prop_ro("inputs", [](const PackedLinear& self) { return self.linear().inputs; })
-      .def_prop_ro("outputs", [](const PackedLinear& self) { return self.linear().outputs; });
+      .def_prop_ro("outputs", [](const PackedLinear& self) { return self.linear().outputs; })
+      .def_prop_ro("num_bytes", &PackedLinear::num_bytes)
+      .def_prop_ro("num_bf16", &PackedLinear::num_bf16);
 
   module.def("linear", &linear, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg());
   module.def("add_linear", &add_linear);
@@ -571,4 +632,6 @@ NB_MODULE(OCTAVO_MODULE, module) {
   module.def("best", &best);
   module.def("choose", &choose);
   module.def("score", &score);
+  module.def("read_rates", &read_rates);
+  module.def("product_rate", &product_rate);
 }

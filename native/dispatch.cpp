@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "linear.h"
 #include "logits.h"
+#include "probe.h"
 #include "rope.h"
 
 #if defined(__x86_64__) && !defined(OCTAVO_EMULATED)
@@ -16,7 +17,7 @@ namespace {
 
 #define TABLE(name)                                                                                             \
   constexpr Kernels name##_table = {#name, &name::linear_kernels, &name::rope_kernels, &name::attention_kernels, \
-                                   &name::logit_kernels};
+                                   &name::logit_kernels, &name::probe_kernels};
 OCTAVO_VARIANTS(TABLE)
 #undef TABLE
 

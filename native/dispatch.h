@@ -24,6 +24,7 @@ struct LinearKernels;
 struct RopeKernels;
 struct AttentionKernels;
 struct LogitKernels;
+struct ProbeKernels;
 
 struct Kernels {
   const char* variant;
@@ -31,6 +32,7 @@ struct Kernels {
   const RopeKernels* rope;
   const AttentionKernels* attention;
   const LogitKernels* logit;
+  const ProbeKernels* probe;
 };
 
 // The variants this machine can run, slowest first, ended by a null pointer. The first call asks the system for the AMX

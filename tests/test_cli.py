@@ -150,7 +150,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
     ("arguments", "status", "message"),
     [
         (["generate", "m", "hi", "--top-p", "3"], 2, "octavo: --top-p: must be a number above 0 to 1, got 3.0"),
-        (["generate", "m", "hi", "--block-size", "3"], 2, "octavo: --block-size: must be one of (4, 8, "),
+        (["generate", "m", "hi", "--block-size", "3"], 2, "octavo: --block-size: must be 4, 8 or a multiple of 16"),
         (["generate", "m", "hi", "--logit-bias", "x"], 2, "octavo: --logit-bias: must look like 42=-1.5, got 'x'"),
         (["generate", "no/such.gguf", "hi"], 1, "octavo: no/such.gguf: "),
         (["generate", "nosuchmodel", "hi"], 1, "octavo: nosuchmodel: "),

@@ -1,6 +1,6 @@
 """The same workloads on OpenVINO GenAI's continuous batching, from the same GGUF file. Prints one JSON line.
 
-    pip install openvino-genai
+    pip install --group peers
     python bench/peers/openvino_genai_throughput.py MODEL.gguf --workload mixed
 
 Prompts are token ids, greedy, the end of text ignored, prefix caching on, the KV cache large enough for all.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ import openvino_genai as ov_genai
 from openvino import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
-from octavo.bench.workloads import WORKLOADS, Work
+from octavo.bench.workloads import WORKLOADS, Work, rates
 
 
 def answer(pipeline: ov_genai.ContinuousBatchingPipeline, work: list[Work]) -> float:
@@ -58,25 +57,11 @@ def main() -> None:
     scheduler.enable_prefix_caching = True
     scheduler.dynamic_split_fuse = True
     pipeline = ov_genai.ContinuousBatchingPipeline(args.model, scheduler, "CPU")
-    count = args.requests or workload.num_requests
-    answer(
-        pipeline,
-        [one._replace(max_tokens=4) for one in workload.make(4, args.vocab_size, random.Random(args.seed + 1_000_003))],
-    )
-    work = workload.make(count, args.vocab_size, random.Random(args.seed))
+    warm_up, work = workload.draw(args.requests, args.vocab_size, args.seed)
+    answer(pipeline, warm_up)
     batches = [[one] for one in work] if workload.at_once == 1 else [work]
     seconds = sum(answer(pipeline, batch) for batch in batches)
-    tokens = sum(one.max_tokens for one in work)
-    print(
-        json.dumps(
-            {
-                "engine": "openvino-genai",
-                "workload": args.workload,
-                "seconds": seconds,
-                "output_tokens_per_s": tokens / seconds,
-            }
-        )
-    )
+    print(json.dumps({"engine": "openvino-genai", "workload": args.workload} | rates(work, seconds)))
 
 
 if __name__ == "__main__":

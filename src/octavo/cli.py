@@ -398,19 +398,26 @@ def throughput(
     *,
     engine: EngineConfig,
 ) -> None:
-    """Serve a workload of random tokens offline and print how fast that went.
+    """Serve a workload of random tokens offline, print how fast that went and how near it came to the machine's limits.
 
     --seed decides the tokens; the lengths and everything else are the workload's.
+
+    The limits are measured before the run: the rate at which all threads read memory, and that at which they multiply
+    with the engine's instruction set, operands at hand. The bound of a step is the larger of two times: that of reading
+    the weights once and each sequence's keys and values, and that of the products of the weights and of attention.
+    docs/performance.md tells more.
     """
-    from octavo.bench.throughput import machine, measure
+    from octavo.bench.machine import machine
+    from octavo.bench.throughput import measure
     from octavo.bench.workloads import WORKLOADS
 
     work = WORKLOADS[workload.value]
     if work.at_once is not None:
         engine = replace(engine, max_num_seqs=work.at_once)
     figures: dict[str, Any] = {"machine": machine(), "model": model, "engine": asdict(engine)}
-    with _load(model, engine) as llm, aside.status(f"Serving {workload.value}"):
-        figures |= measure(llm, work, requests or work.num_requests, engine.seed)
+    path = _fetch(model)
+    with aside.status(f"Serving {workload.value}"):
+        figures |= measure(path, engine, work, requests)
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=1) + "\n")
     first, gap = figures["time_to_first_token_s"], figures["inter_token_s"]
@@ -422,8 +429,29 @@ def throughput(
         ("inter-token", f"median {1e3 * gap['median']:.1f} ms, p99 {1e3 * gap['p99']:.1f} ms" if gap else "–"),
         ("steps", f"{figures['num_steps']:,}, {1e3 * figures['step_s']:.1f} ms each on average"),
         ("cache", f"{figures['cached_tokens']:,} of {figures['prompt_tokens']:,} prompt tokens were found in it"),
+        *_standing(figures["probe"], figures["standing"]),
     ):
         screen.print(f"{name:<12} {value}")
+
+
+def _standing(probe: dict[str, Any], standing: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Lines about where a run stands against the machine."""
+    reads = ", ".join(f"{rate / 1e9:.0f} ({size >> 20} MiB)" for size, rate in probe["reads"].items())
+    rates = ", ".join(f"{rate / 1e9:,.0f} ({name})" for name, rate in probe["operations"].items())
+    yield "limits", f"{probe['variant']}, threads: {probe['num_threads']}; GB/s read, by what is read: {reads}"
+    yield "", f"Gop/s multiplied: {rates}"
+    for kind in ("prompts", "decode"):
+        if kind in standing:
+            of = standing[kind]
+            size = f"{of['num_steps']:,} steps of {of['num_tokens']:.0f} tokens, {1e3 * of['step_s']:.1f} ms each"
+            yield kind, f"{100 * of['share']:.0f} % of the bound; {size}"
+            reading = f"reading {of['read_bytes'] / 1e6:.0f} MB takes {1e3 * of['read_s']:.1f} ms at least"
+            operations = sum(of["operations"].values()) / 1e9
+            yield "", f"{reading}, multiplying {operations:.1f} Gop {1e3 * of['multiply_s']:.1f} ms"
+    yield (
+        "control",
+        f"{1e3 * standing['all']['control_s']:.2f} ms a step are spent outside of the model and the sampler",
+    )
 
 
 # ── what they are made of ─────────────────────────────────────────────────────────────────────────────────────────

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from octavo.errors import ConfigError
-from octavo.kv_format import BLOCK_SIZES, ITEM_BYTES
+from octavo.kv_format import ITEM_BYTES, MAX_BLOCK_SIZE, is_block_size
 
 Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
 
@@ -47,7 +47,7 @@ class ModelConfig:
 class EngineConfig:
     """The engine's knobs, named as the server's flags with underscores.
 
-    block_size: tokens in a page.
+    block_size: tokens in a page: 4, 8 or a multiple of 16.
     max_num_seqs: sequences running at once.
     max_num_batched_tokens: tokens computed in one step.
     scheduling_policy: "fcfs" serves in the order of arrival, "priority" lower values of Request.priority first.
@@ -73,8 +73,9 @@ class EngineConfig:
     backend: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.block_size not in BLOCK_SIZES:
-            raise ConfigError("block_size", f"must be one of {BLOCK_SIZES}, got {self.block_size!r}")
+        _integer("block_size", self.block_size, 1, MAX_BLOCK_SIZE)
+        if not is_block_size(self.block_size):
+            raise ConfigError("block_size", f"must be 4, 8 or a multiple of 16, got {self.block_size}")
         if self.kv_cache_dtype not in ("auto", *ITEM_BYTES):
             raise ConfigError("kv_cache_dtype", f"must be auto, {', '.join(ITEM_BYTES)}; got {self.kv_cache_dtype!r}")
         if self.backend not in ("auto", "cpu", "reference"):

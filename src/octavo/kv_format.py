@@ -18,8 +18,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ITEM_BYTES = {"bf16": 2, "fp32": 4}
-BLOCK_SIZES = (4, 8, 16, 32, 64, 128, 256)
+MAX_BLOCK_SIZE = 1 << 16
 PAGE_ALIGNMENT = 64
+
+
+def is_block_size(num_tokens: int) -> bool:
+    """Whether a page may hold so many tokens: whole vectors of sixteen, or a half or a quarter of one."""
+    return num_tokens in (4, 8) or (num_tokens % 16 == 0 and 0 < num_tokens <= MAX_BLOCK_SIZE)
 
 
 @dataclass(frozen=True, slots=True)

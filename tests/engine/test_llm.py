@@ -528,8 +528,10 @@ def test_options_are_checked_by_name():
         engine_config({"max_num_seq": 3})
     with pytest.raises(ConfigError, match="zzz: is not an option of the engine: there are block_size, "):
         LLM("no-such-model", zzz=3)
-    with pytest.raises(ConfigError, match="block_size: must be one of"):
-        engine_config({"block_size": 5})
+    for size in (5, 24, 0, 1 << 17, 16.0):
+        with pytest.raises(ConfigError, match="block_size: must be"):
+            engine_config({"block_size": size})
+    assert engine_config({"block_size": 2000}).block_size == 2000
 
 
 def test_the_pool_leaves_room_for_the_model(make_llm, monkeypatch):

@@ -18,6 +18,7 @@ from octavo.ops.api import KVPool, StepInputs
 from octavo.ops.reference import ReferenceOps, from_bf16, kv_views, to_bf16
 
 LAYERS, LAYER = 3, 1
+BLOCK_SIZES = (4, 8, 16, 32, 48, 64, 128, 256, 640)
 MakeOps = Callable[..., cpu.CpuOps]
 
 JUNK = {"zero": 0.0, "nan": np.nan, "inf": np.inf, "huge": 1e30}

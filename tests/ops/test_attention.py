@@ -9,11 +9,12 @@ import pytest
 
 from octavo import _native
 from octavo.errors import ConfigError
-from octavo.kv_format import BLOCK_SIZES, KVFormat
+from octavo.kv_format import KVFormat
 from octavo.ops import cpu
 from octavo.ops.reference import ReferenceOps
 
 from .paged import (
+    BLOCK_SIZES,
     JUNK,
     LAYER,
     Heads,

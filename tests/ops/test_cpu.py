@@ -13,8 +13,11 @@ import pytest
 from octavo import _native
 from octavo.errors import ConfigError
 from octavo.ops import cpu
-from octavo.ops.api import Quantized, StepInputs
+from octavo.ops.api import Footprint, Quantized, StepInputs
 from octavo.ops.cpu import CpuOps
+from octavo.ops.reference import ReferenceOps
+
+from .paged import MakeOps
 
 
 class Stored:
@@ -85,6 +88,24 @@ def test_backends_in_several_python_threads() -> None:
     for thread in threads:
         thread.join()
     assert len(results) == 150 and all(results)
+
+
+def test_footprints_count_padding_in_bytes_and_weights_without() -> None:
+    """70 outputs take five blocks of 16; a group of 32 inputs has an f16 scale, or a float32 where that is needed."""
+    for wide, scale in ((False, 2), (True, 4)):
+        stored = Stored(70, 64, wide)
+        ops = CpuOps(1)
+        found = ops.footprint(ops.linear([stored, stored]))
+        assert found == Footprint(2 * 80 * (64 + 2 * scale), int8=2 * 70 * 64)
+    assert ReferenceOps().footprint(ReferenceOps().linear([stored])) == Footprint(70 * 64 * 4, float32=70 * 64)
+
+
+def test_every_variant_says_how_fast_it_reads_and_multiplies(make_ops: MakeOps) -> None:
+    ops = make_ops()
+    assert all(rate > 0 for rate in ops.read_rates([1, 1 << 20]))
+    assert all(ops.product_rate(dtype) > 0 for dtype in ("int8", "bf16", "float32"))
+    with pytest.raises(ValueError, match="products are of"):
+        ops.product_rate("int4")
 
 
 FORKED = """

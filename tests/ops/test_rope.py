@@ -6,12 +6,24 @@ import numpy as np
 import pytest
 
 from octavo import _native
-from octavo.kv_format import BLOCK_SIZES
 from octavo.ops import cpu
 from octavo.ops.api import KVPool, StepInputs
 from octavo.ops.reference import ReferenceOps, from_bf16, to_bf16
 
-from .paged import LAYER, Heads, MakeOps, Piece, matrix, native_pool, pages_needed, rows_of, sequence, step_of, stored
+from .paged import (
+    BLOCK_SIZES,
+    LAYER,
+    Heads,
+    MakeOps,
+    Piece,
+    matrix,
+    native_pool,
+    pages_needed,
+    rows_of,
+    sequence,
+    step_of,
+    stored,
+)
 
 TOLERANCE = 2e-6
 """Of numbers about 1 … 5: two or three roundings."""

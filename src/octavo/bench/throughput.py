@@ -1,32 +1,52 @@
-"""Offline throughput of a workload: tokens a second, latencies, and the work a step had to do.
+"""Offline throughput of a workload: tokens a second, latencies, and how near the steps came to what the machine allows.
 
-Owns the clock and the report; the engine is used as anyone would use it, through `LLM`.
+Owns the clock and the report; the engine is used as anyone would use it, through `LLM`, its steps watched.
 """
 
 from __future__ import annotations
 
-import os
-import platform
-import random
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
-from octavo.bench.workloads import Workload
-from octavo.engine.llm import LLM
+from octavo.bench.machine import Shape, Watch, probe, standing
+from octavo.bench.workloads import Workload, rates
+from octavo.config import EngineConfig
+from octavo.engine.core import EngineCore
+from octavo.engine.llm import LLM, assemble
+from octavo.models.weights import open_checkpoint
 from octavo.types import SamplingParams
 
 
-def measure(llm: LLM, workload: Workload, num_requests: int, seed: int) -> dict[str, Any]:
+def measure(path: Path, config: EngineConfig, workload: Workload, num_requests: int | None) -> dict[str, Any]:
     """Run the workload once, after a warm-up that shares no prompt with it. Times in seconds, rates in tokens a second.
 
     time_to_first_token counts from the start of the run: all requests are queued at once. inter_token is the time
-    between two events of one answer, divided by the tokens that came.
+    between two events of one answer, divided by the tokens that came. probe, standing: see octavo.bench.machine.
     """
-    chance = random.Random(seed)
-    work = workload.make(num_requests, llm.model.vocab_size, chance)
-    warm_up = workload.make(min(4, num_requests), llm.model.vocab_size, random.Random(seed + 1_000_003))
+    llm, watch, shape = watched(path, config)
+    with llm:
+        allowed = probe(config.num_threads)
+        figures, start = _run(llm, workload, num_requests, config.seed)
+    return {
+        **figures,
+        "probe": allowed._asdict(),
+        "standing": standing([step for step in watch.steps if step.start >= start], start, shape, allowed),
+    }
+
+
+def watched(path: Path, config: EngineConfig) -> tuple[LLM, Watch, Shape]:
+    """An LLM whose steps are noted, and what decides how much a step has to do."""
+    engine = assemble(open_checkpoint(path), config)
+    watch = Watch(engine.core.executor)
+    llm = LLM.from_engine(engine._replace(core=EngineCore(engine.core.scheduler, watch)))
+    return llm, watch, Shape(engine.model, *engine.footprints, engine.format.token_bytes)
+
+
+def _run(llm: LLM, workload: Workload, num_requests: int | None, seed: int) -> tuple[dict[str, Any], float]:
+    """The figures, and when the run began after the warm-up."""
+    warm_up, work = workload.draw(num_requests, llm.model.vocab_size, seed)
     llm.generate([one.prompt for one in warm_up], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
 
     first: dict[int, float] = {}
@@ -47,16 +67,10 @@ def measure(llm: LLM, workload: Workload, num_requests: int, seed: int) -> dict[
     seconds = time.perf_counter() - start
 
     after = llm.stats()
-    num_in, num_out = sum(len(one.prompt) for one in work), sum(one.max_tokens for one in work)
     computed, steps = (after[name] - before[name] for name in ("computed_tokens", "num_steps"))
-    return {
+    figures = {
         "workload": workload.name,
-        "num_requests": num_requests,
-        "prompt_tokens": num_in,
-        "output_tokens": num_out,
-        "seconds": seconds,
-        "output_tokens_per_s": num_out / seconds,
-        "total_tokens_per_s": (num_in + num_out) / seconds,
+        **rates(work, seconds),
         "computed_tokens_per_s": computed / seconds,
         "num_steps": steps,
         "step_s": seconds / steps,
@@ -65,21 +79,10 @@ def measure(llm: LLM, workload: Workload, num_requests: int, seed: int) -> dict[
         "cached_tokens": after["hit_tokens"] - before["hit_tokens"],
         "num_preemptions": after["num_preemptions"] - before["num_preemptions"],
     }
+    return figures, start
 
 
 def _spread(values: list[float]) -> dict[str, float] | None:
     if len(values) < 2:
         return {"median": values[0], "p99": values[0]} if values else None
     return {"median": statistics.median(values), "p99": statistics.quantiles(values, n=100, method="inclusive")[98]}
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were taken on: they mean nothing without it."""
-    info = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return {
-        "processor": names[0] if names else platform.processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "load_before": round(os.getloadavg()[0], 2),
-    }

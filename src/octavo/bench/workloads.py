@@ -30,6 +30,25 @@ class Workload(NamedTuple):
     num_requests: int = 64
     at_once: int | None = None
 
+    def draw(self, num_requests: int | None, vocab_size: int, seed: int) -> tuple[list[Work], list[Work]]:
+        """(warm-up, work): a seed's requests, as many as usual if None, and up to four short ones to begin with."""
+        count = num_requests or self.num_requests
+        warm_up = self.make(min(4, count), vocab_size, random.Random(seed + 1_000_003))
+        return [one._replace(max_tokens=4) for one in warm_up], self.make(count, vocab_size, random.Random(seed))
+
+
+def rates(work: list[Work], seconds: float) -> dict[str, float]:
+    """What every engine reports of a run, a prompt's tokens counted whether or not they were found in a cache."""
+    num_in, num_out = sum(len(one.prompt) for one in work), sum(one.max_tokens for one in work)
+    return {
+        "num_requests": len(work),
+        "prompt_tokens": num_in,
+        "output_tokens": num_out,
+        "seconds": seconds,
+        "output_tokens_per_s": num_out / seconds,
+        "total_tokens_per_s": (num_in + num_out) / seconds,
+    }
+
 
 def _tokens(chance: random.Random, vocab_size: int, count: int) -> list[int]:
     return [chance.randrange(FIRST_TOKEN, vocab_size) for _ in range(count)]

@@ -30,6 +30,10 @@ class EngineCore:
         return self.scheduler.cache
 
     @property
+    def executor(self) -> Executor:
+        return self._executor
+
+    @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 

@@ -34,7 +34,7 @@ from octavo.models import ARCHITECTURES
 from octavo.models.catalog import resolve
 from octavo.models.tokenizer import Tokenizer
 from octavo.models.weights import Checkpoint, open_checkpoint
-from octavo.ops.api import Ops
+from octavo.ops.api import Footprint, Ops
 from octavo.scheduler.scheduler import Scheduler
 from octavo.types import FinishReason, Output, Request, Sampled, SamplingParams
 
@@ -122,7 +122,7 @@ class StreamEvent(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """An engine's parts, ready to step."""
+    """An engine's parts, ready to step; `footprints` as the decoder has them."""
 
     core: EngineCore
     tokenizer: Tokenizer
@@ -132,6 +132,7 @@ class Engine(NamedTuple):
     model: ModelConfig
     format: KVFormat
     max_model_len: int
+    footprints: tuple[Footprint, Footprint]
 
 
 def assemble(checkpoint: Checkpoint, config: EngineConfig, *, audit: bool = False) -> Engine:
@@ -154,7 +155,7 @@ def assemble(checkpoint: Checkpoint, config: EngineConfig, *, audit: bool = Fals
     )
     guides = Guides(tokenizer, model.vocab_size)
     core = EngineCore(scheduler, ModelRunner(decoder, KVStore(ops, kv_format, num_pages), sampler, guides), audit=audit)
-    return Engine(core, tokenizer, sampler, guides, config, model, kv_format, max_model_len)
+    return Engine(core, tokenizer, sampler, guides, config, model, kv_format, max_model_len, decoder.footprints)
 
 
 def _backend(config: EngineConfig) -> Ops:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from octavo.models.weights import Checkpoint
-from octavo.ops.api import Floats, Ints, KVPool, Ops, StepInputs, Tensor, Weight
+from octavo.ops.api import Floats, Footprint, Ints, KVPool, Ops, StepInputs, Tensor, Weight
 
 
 class Layer(NamedTuple):
@@ -67,6 +67,13 @@ class Decoder:
         self.head = self.embedding if self.config.tie_embeddings else linear("lm_head")
         self.rope = ops.rope_table(inverse_frequencies(checkpoint), max_model_len)
         self._compiled = ops.compiled(self._forward)
+
+    @property
+    def footprints(self) -> tuple[Footprint, Footprint]:
+        """What the layers' projections take, which every step reads, and the vocabulary's, for steps with logits."""
+        projections = [p for layer in self.layers for p in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        layers = Footprint(*map(sum, zip(*map(self._ops.footprint, projections), strict=True)))
+        return layers, self._ops.footprint(self.head)
 
     def forward(self, step: StepInputs, pool: KVPool) -> Tensor:
         """The residual stream after the last layer, [num_rows, hidden]; keys and values are written into the pages."""

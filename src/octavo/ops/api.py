@@ -59,6 +59,15 @@ class Weight(Protocol):
         """Rows start…stop as float32, the exact values that the file's format defines."""
 
 
+class Footprint(NamedTuple):
+    """What projections take in a backend's memory, and how many of their weights are multiplied as which type."""
+
+    num_bytes: int = 0
+    int8: int = 0
+    bf16: int = 0
+    float32: int = 0
+
+
 class StepInputs(NamedTuple):
     """The rows of one forward pass. Slice s owns rows row_start[s] … row_start[s+1] and lists its pages likewise.
 
@@ -120,6 +129,9 @@ class Ops(Protocol):
 
         `fine` asks a backend that rounds its inputs to keep more of them, at a price: for inputs full of outliers.
         """
+
+    def footprint(self, weight: Tensor) -> Footprint:
+        """Of a `linear`, as it is stored."""
 
     def vector(self, values: Floats) -> Tensor: ...
 

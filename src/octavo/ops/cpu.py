@@ -18,7 +18,19 @@ import numpy as np
 from octavo import _native
 from octavo.errors import ConfigError
 from octavo.kv_format import KVFormat
-from octavo.ops.api import Draws, Floats, Forward, Ints, KVPool, Quantized, Scores, StepInputs, Tensor, Weight
+from octavo.ops.api import (
+    Draws,
+    Floats,
+    Footprint,
+    Forward,
+    Ints,
+    KVPool,
+    Quantized,
+    Scores,
+    StepInputs,
+    Tensor,
+    Weight,
+)
 
 PACKED_AT_ONCE = 1 << 18  # weights that a thread decodes before it packs them: bounds the memory that loading takes
 MAX_THREADS = 1024
@@ -89,6 +101,10 @@ class CpuOps:
         if bias is not None:
             packed.set_bias(np.ascontiguousarray(bias, np.float32))
         return packed
+
+    def footprint(self, weight: _native.Linear) -> Footprint:
+        num_bf16 = weight.num_bf16
+        return Footprint(weight.num_bytes, int8=weight.outputs * weight.inputs - num_bf16, bf16=num_bf16)
 
     def vector(self, values: Floats) -> _native.Vector:
         return _native.Vector(np.ascontiguousarray(values, np.float32))
@@ -195,6 +211,21 @@ class CpuOps:
         _native.logits(self.backend, x, rows, norm, eps, weight, out)
         logits: Floats = out.numpy()
         return logits
+
+    # ── what the machine allows ──
+
+    def read_rates(self, sizes: list[int]) -> list[float]:
+        """Bytes a second at which all threads together read working sets of these sizes, over and over."""
+        rates: list[float] = _native.read_rates(self.backend, sizes)
+        return rates
+
+    def product_rate(self, dtype: str) -> float:
+        """Operations a second, two a product, of all threads with operands in their first-level caches.
+
+        As the linears multiply "int8" and "bf16" with this instruction set, and attention "float32".
+        """
+        rate: float = _native.product_rate(self.backend, dtype)
+        return rate
 
     # ── from logits to tokens ──
 

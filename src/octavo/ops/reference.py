@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.kv_format import ITEM_BYTES, KVFormat
-from octavo.ops.api import Draws, Floats, Forward, Ints, KVPool, Scores, StepInputs, Weight
+from octavo.ops.api import Draws, Floats, Footprint, Forward, Ints, KVPool, Scores, StepInputs, Weight
 
 BLOCK_ROWS = 8
 SMALL_PRODUCT = 10_000_000
@@ -109,6 +109,9 @@ class ReferenceOps:
     def linear(self, weights: list[Weight], bias: Floats | None = None, *, fine: bool = False) -> Linear:
         matrix = np.concatenate([w.float32(0, w.shape[0]) for w in weights])
         return Linear(matrix, bias, BLOCK_ROWS if rows_agree(matrix) else 1)
+
+    def footprint(self, weight: Linear) -> Footprint:
+        return Footprint(weight.matrix.nbytes, float32=weight.matrix.size)
 
     def vector(self, values: Floats) -> Floats:
         return np.array(values, np.float32)
