@@ -264,6 +264,8 @@ def test_an_engine_that_dies_is_told_everyone_and_started_once(model_path: Path,
             stream = pool.submit(streamed, server.url, prompt="One", **long)
             whole = pool.submit(httpx.post, server.url + COMPLETIONS, json={"prompt": "Two", **long}, timeout=60)
             until(lambda: server.metric("num_requests_running") == 2)
+            seen = server.metric("generation_tokens_total")
+            until(lambda seen=seen: server.metric("generation_tokens_total") > seen + 8)  # type: ignore[misc]  # the stream has begun
             [engine] = children(server.process.pid)
             os.kill(engine, signal.SIGKILL)
             *_, error, done = stream.result()

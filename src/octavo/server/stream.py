@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from msgspec import UNSET
 
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from octavo.models.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
+End = Literal["stop", "length"]
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
 
@@ -57,13 +58,13 @@ def event(value: object) -> bytes:
 class Piece(NamedTuple):
     """News of one choice: text that will not change any more, and the tokens that came, which may be ahead of it.
 
-    `ended` says that the text met a stop string: the engine does not know yet that the choice is over.
+    `ended` says that the text met a stop string, of which the engine does not know.
     """
 
     index: int  # type: ignore[assignment]  # hides tuple.index
     text: str
     tokens: Sequence[Sampled]
-    finish_reason: Finish | None
+    finish_reason: End | None
     ended: bool = False
 
 
@@ -77,7 +78,7 @@ class Choice:
         self.started = False
         self.texts: list[str] = []
         self.tokens: list[Sampled] = []
-        self.finish_reason: Finish | None = None
+        self.finish_reason: End | None = None
         self.stop_reason: int | str | None = None
 
 
@@ -110,7 +111,6 @@ class Answer:
             )
             for _ in range(params.n)
         ]
-        self.num_open = params.n
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -136,7 +136,6 @@ class Answer:
         tokens, reason = news.new_tokens, news.finish_reason
         if self._scored_only:
             choice.finish_reason = reason = "length"
-            self.num_open -= 1
             return Piece(news.index, "", (), reason)
         text, num_tokens, stop = choice.text.push([token.token_id for token in tokens], reason)
         if num_tokens < len(tokens):
@@ -151,9 +150,7 @@ class Answer:
             last = tokens[-1].token_id if tokens else -1
             if reason == "stop" and last in params.stop_token_ids and not self._is_end(last):
                 choice.stop_reason = last
-        if choice.finish_reason is not None:
-            self.num_open -= 1
-        return Piece(news.index, text, tokens, choice.finish_reason, stop is not None and reason is None)
+        return Piece(news.index, text, tokens, choice.finish_reason, stop is not None)
 
     def _is_end(self, token_id: int) -> bool:
         return not self.request.params.ignore_eos and token_id in self._tokenizer.eos_token_ids
