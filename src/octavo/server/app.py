@@ -49,11 +49,12 @@ from octavo.server.protocol import (
     VersionReply,
     decode,
     encode,
+    message_text,
     refused,
 )
 from octavo.server.settings import ServerConfig
 from octavo.server.stream import DONE, Answer, ChatReplies, CompletionReplies, event, usage
-from octavo.server.structured import Constraint, constraint, json_size
+from octavo.server.structured import LEGACY_FIELDS, Constraint, constraint, json_size
 from octavo.server.tools import template_messages, tool_use
 from octavo.types import Output, Request, SamplingParams
 
@@ -408,7 +409,7 @@ class Application:
                     self.llm.tokenizer,
                     request,
                     i * params.n,
-                    prompt=prompt if isinstance(prompt, str) else None,
+                    prompt=prompt if isinstance(prompt, str) and len(request.prompt_token_ids) == len(ids) else None,
                     skip_special=body.skip_special_tokens is not False,
                     offsets=body.logprobs is not None,
                     scored_only=scored_only,
@@ -463,6 +464,10 @@ class Application:
         if wanted is not None:
             more["guide"] = wanted.guide
             exchange.renamed["guide"] = wanted.field
+        if (allowed := body.allowed_token_ids) is not None:
+            self.llm.limits.check_ids("allowed_token_ids", allowed)
+            if not set(allowed) & set(self.llm.tokenizer.eos_token_ids):
+                more["ignore_eos"] = True  # a guide may end otherwise
         return body.sampling(max_tokens=max_tokens, logprobs=logprobs, **more)
 
     def _request(
@@ -474,8 +479,10 @@ class Application:
         key: str | None,
     ) -> Request:
         """A request, checked. Raises InvalidRequest, APIError."""
-        if body.truncate_prompt_tokens is not None:
-            ids = ids[-body.truncate_prompt_tokens :]
+        if (most := body.truncate_prompt_tokens) is not None:
+            if most < 0:  # as many as leave room for the answer
+                most = max(self.llm.max_model_len - (params.max_tokens or 1), 0)
+            ids = ids[max(len(ids) - most, 0) :]
         if body.priority and self.llm.config.scheduling_policy != "priority":
             message = "priority: the server does not run with --scheduling-policy priority"
             raise APIError(400, message, param="priority", code="invalid_value")
@@ -739,7 +746,7 @@ async def _merged(streams: Sequence[RequestStream[T]]) -> AsyncIterator[T]:
 
 
 def _constraint(body: GenerationRequest) -> Constraint | None:
-    names = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+    names = ("response_format", "structured_outputs", "allowed_token_ids", *LEGACY_FIELDS)
     return constraint(**{name: getattr(body, name) for name in names})
 
 
@@ -758,9 +765,7 @@ def _cut_after(text: str, message: dict[str, Any]) -> str:
 
     Raises InvalidRequest if the template changed the content beyond recognition.
     """
-    content = message["content"]
-    if isinstance(content, list):
-        content = "".join(part["text"] for part in content)
+    content = message_text(message)
     start = text.rfind(content.strip())
     if not content.strip() or start < 0:
         raise InvalidRequest("messages", "the chat template does not keep the last message's text as it is")

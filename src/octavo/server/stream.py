@@ -212,7 +212,9 @@ class CompletionReplies:
         silent = not piece.text and piece.finish_reason is None and body.logprobs is None and not body.return_token_ids
         if silent and (choice.started or not body.echo):
             return b""
-        out = CompletionChoice(answer.first_index + piece.index, piece.text, finish_reason=piece.finish_reason)
+        out = CompletionChoice(
+            index=answer.first_index + piece.index, text=piece.text, finish_reason=piece.finish_reason
+        )
         if body.logprobs is not None:
             out.logprobs = CompletionLogprobs()
         if not choice.started:
@@ -236,8 +238,12 @@ class CompletionReplies:
         choices: list[CompletionChoice] = []
         for answer in answers:
             for choice in _best(answer, self._body.n or 1):
-                out = CompletionChoice(len(choices), "".join(choice.texts), None, choice.finish_reason)
-                out.stop_reason = choice.stop_reason
+                out = CompletionChoice(
+                    index=len(choices),
+                    text="".join(choice.texts),
+                    finish_reason=choice.finish_reason,
+                    stop_reason=choice.stop_reason,
+                )
                 if self._body.logprobs is not None:
                     out.logprobs = CompletionLogprobs()
                 self._open(answer, choice, out)
@@ -331,12 +337,15 @@ class ChatReplies:
         """The events for a piece: the first one of a choice says who speaks."""
         body, choice = self._body, answer.choices[piece.index]
         total = usage(answers) if self._always_usage else None
-        out, first = ChatChunkChoice(piece.index, Delta()), b""
+        out, first = ChatChunkChoice(index=piece.index, delta=Delta()), b""
         if not choice.started:
             choice.started = True
-            out.delta = Delta(role="assistant", content="")
-            first = event(self._chunk([out], total))
-            out = ChatChunkChoice(piece.index, Delta())
+            out.delta = Delta(role="assistant", content=body.echoed)
+            opening = self._chunk([out], total)
+            if body.return_token_ids:
+                opening.prompt_token_ids = list(answer.request.prompt_token_ids)
+            first = event(opening)
+            out = ChatChunkChoice(index=piece.index, delta=Delta())
         silent = not self._say(piece, out)
         if body.logprobs and piece.tokens:
             out.logprobs, silent = self._scores(piece.tokens), False
@@ -373,22 +382,24 @@ class ChatReplies:
 
     def whole(self, answers: Sequence[Answer]) -> ChatCompletion:
         """The reply in one piece."""
-        [answer] = answers
+        [answer], body = answers, self._body
         choices: list[ChatChoice] = []
-        for choice in _best(answer, self._body.n or 1):
+        for choice in _best(answer, body.n or 1):
             message, reason = self._message("".join(choice.texts), choice.finish_reason)
-            out = ChatChoice(len(choices), message, None, reason, choice.stop_reason)
-            if self._body.logprobs:
+            if body.echoed:
+                message.content = body.echoed + (message.content or "")
+            out = ChatChoice(index=len(choices), message=message, finish_reason=reason, stop_reason=choice.stop_reason)
+            if body.logprobs:
                 out.logprobs = self._scores(choice.tokens)
-            if self._body.prompt_logprobs is not None:
-                out.prompt_logprobs = _prompt_logprobs(answer, self._names)
-            if self._body.return_token_ids:
+            if body.return_token_ids:
                 out.token_ids = [token.token_id for token in choice.tokens]
             choices.append(out)
         reply = ChatCompletion(
             id=self._id, created=self._created, model=self._model, choices=choices, usage=usage(answers)
         )
-        if self._body.return_token_ids:
+        if body.prompt_logprobs is not None:
+            reply.prompt_logprobs = _prompt_logprobs(answer, self._names)
+        if body.return_token_ids:
             reply.prompt_token_ids = list(answer.request.prompt_token_ids)
         return reply
 
