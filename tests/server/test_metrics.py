@@ -243,6 +243,6 @@ def test_the_documentation_gives_the_limits_that_hold() -> None:
     text = (REPOSITORY / "docs" / "serving.md").read_text()
     defaults = {field.name: field.default for field in fields(ServerConfig)}
     told = re.findall(r"`--([a-z-]+)` ([\d.]+)( MiB)?", text)
-    assert len(told) == 7
+    assert len(told) == 9
     for flag, number, mebibytes in told:
         assert float(number) * (1 << 20 if mebibytes else 1) == defaults[flag.replace("-", "_")], flag
