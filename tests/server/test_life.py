@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.engine.faulty_engine import CAUSE, RAISE
 from tests.server.serving import PAGE_BYTES, Served, error_of, serving, until
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -342,6 +343,29 @@ def test_an_engine_that_dies_is_told_everyone_and_started_once(model_path: Path,
                 assert server.http.get("/health").status_code == 200
         assert server.process.wait(20) == 1
         assert any("died" in line["message"] and line["level"] == "error" for line in server.lines())
+
+
+def test_an_error_of_one_request_is_its_own(model_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "from octavo.engine import async_llm\nasync_llm.PROGRAM = 'tests.engine.faulty_engine'\n"
+    )
+    environment = {"PYTHONPATH": str(tmp_path)}
+    with (
+        serving(tmp_path / "log", model_path, *SMALL, environment=environment) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        beside = pool.submit(server.events, COMPLETIONS, prompt="Two", max_tokens=60, ignore_eos=True)
+        until(lambda: server.metric("num_requests_running") == 1)
+        reply = server.post(COMPLETIONS, prompt=[RAISE, 5, 6])
+        assert reply.status_code == 500
+        error = error_of(reply)
+        assert (error["code"], error["type"]) == ("request_failed", "server_error")
+        assert CAUSE in error["message"]
+        text = server.complete("Two", max_tokens=60, ignore_eos=True)["choices"][0]["text"]
+        assert "".join(event["choices"][0]["text"] for event in beside.result()) == text
+        assert server.metric("request_success_total", finished_reason="error") == 1
+        assert any("break_or_execute" in line["message"] for line in server.lines() if line["level"] == "error")
+        server.settle()
 
 
 def test_an_engine_that_hangs_is_ended_and_started_again(model_path: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import ssl
 import subprocess
@@ -277,3 +278,27 @@ def test_a_unix_socket_and_https(model_path: Path, tmp_path: Path) -> None:
         assert s.stop() == 0
         until(lambda: not path.exists())
     assert all(json.loads(line) for line in (tmp_path / "log2").read_text().splitlines())
+
+
+INFINITE = resource.RLIM_INFINITY
+
+
+@pytest.mark.parametrize(
+    ("limits", "raised", "connections"),
+    [
+        ((1024, 20_000), (4160, 20_000), 4096),
+        ((1024, INFINITE), (4160, INFINITE), 4096),
+        ((1024, 2000), (2000, 2000), 1936),
+        ((8192, 20_000), None, 4096),
+        ((INFINITE, INFINITE), None, 4096),
+        ((50, 50), None, 1),
+    ],
+)
+def test_the_limit_on_open_files_is_raised_to_fit(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], raised: tuple[int, int] | None, connections: int
+) -> None:
+    now: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, both: now.append(both))
+    assert listen._connections(4096) == connections
+    assert now == ([raised] if raised else [])

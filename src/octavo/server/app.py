@@ -61,10 +61,13 @@ from octavo.types import Output, Request, SamplingParams
 _log = logging.getLogger(__name__)
 _requests = logging.getLogger("octavo.requests")
 
-SMALL_BODY = 1 << 15
+SMALL_BODY = 1 << 13
 """Bodies up to this many bytes are decoded and tokenised at once; larger ones in a thread, beside the event loop."""
 HUGE_BODY = 1 << 20
 """From here on they wait for each other, so that those between need not wait for them."""
+PROBES = ("/health", "/metrics")
+"""What is asked again and again, and logged only when it goes wrong."""
+LOGGED = "octavo.logged"
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -86,7 +89,7 @@ class Exchange:
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self.arrived = time.monotonic()
         self.started = False
-        self.fields: dict[str, Any] = {"id": self.id, "path": scope["path"], "client": (scope["client"] or ("",))[0]}
+        self.fields: dict[str, Any] = {"id": self.id, "path": scope["path"], "client": _client(scope)}
         self.answers: Sequence[Answer] = ()
         self.first_token_s: float | None = None
         self.renamed: dict[str, str] = {}  # the engine's names of fields to the body's
@@ -153,7 +156,7 @@ class Application:
             Route("/metrics", self._metrics, methods=["GET"]),
             Route("/openapi.json", self._openapi, methods=["GET"]),
         ]
-        middleware = [Middleware(_Counted, metrics=self.metrics)]
+        middleware = [Middleware(_Watched, metrics=self.metrics, log=not self.config.disable_log_requests)]
         if self.config.allowed_origins:
             middleware.append(
                 Middleware(
@@ -264,10 +267,9 @@ class Application:
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:
-            shown = name if len(name) <= 100 else name[:99] + "…"
             raise APIError(
                 404,
-                f"the model {shown!r} does not exist: there is {', '.join(self.names)}",
+                f"the model {_shown(name)!r} does not exist: there is {', '.join(self.names)}",
                 param="model",
                 code="model_not_found",
             )
@@ -592,6 +594,7 @@ class _Generating:
             with suppress(OSError, Disconnected):
                 await exchange.fail(failure)
         finally:
+            scope[LOGGED] = True
             app.num_open -= 1
             if not app.config.disable_log_requests:
                 _requests.info("request", extra={"fields": self._line(exchange, outcome)})
@@ -656,7 +659,7 @@ async def _api_error(http: HTTPRequest, error: APIError) -> Response:
 
 async def _http_error(http: HTTPRequest, error: HTTPException) -> Response:
     """Starlette's own: there is no such path, or it has no such method."""
-    path = http.url.path if len(http.url.path) <= 100 else http.url.path[:99] + "…"
+    path = _shown(http.url.path)
     method = http.method[:20]
     message = {404: f"there is no {path}", 405: f"{path} does not take {method}"}.get(error.status_code, error.detail)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
@@ -674,19 +677,28 @@ async def _unexpected(http: HTTPRequest, error: Exception) -> Response:
 # ── small parts ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Counted:
-    """Counts replies by their status."""
+class _Watched:
+    """Counts replies by their status, and logs requests to the small endpoints: one that generates has its own line."""
 
-    def __init__(self, app: Any, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
+    def __init__(self, app: Any, metrics: Metrics, log: bool) -> None:
+        self._app, self._metrics, self._log = app, metrics, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def counting(message: Message) -> None:
+        arrived, status = time.monotonic(), 0
+
+        async def watching(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                self._metrics.responded(message["status"])
+                status = message["status"]
+                self._metrics.responded(status)
             await send(message)
 
-        await self._app(scope, receive, counting)
+        await self._app(scope, receive, watching)
+        path = scope["path"]
+        if self._log and LOGGED not in scope and not (path in PROBES and status == 200):
+            fields = {"path": _shown(path), "client": _client(scope), "status": status}
+            fields["total_s"] = round(time.monotonic() - arrived, 6)
+            _requests.info("request", extra={"fields": fields})
 
 
 async def _unless_gone(work: Awaitable[T], receive: Receive, exchange: Exchange | None = None) -> T:
@@ -743,6 +755,14 @@ async def _merged(streams: Sequence[RequestStream[T]]) -> AsyncIterator[T]:
     finally:
         for task in tasks:
             task.cancel()
+
+
+def _client(scope: Scope) -> str:
+    return str((scope["client"] or ("",))[0])
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= 100 else text[:99] + "…"
 
 
 def _constraint(body: GenerationRequest) -> Constraint | None:
