@@ -183,10 +183,16 @@ class Scheduler:
                 self._advance(group, outputs)
         return outputs
 
-    def abandon(self) -> None:
-        """Drop the requests of the step that was planned last: it broke, and nothing of it was committed."""
-        for sequence in self._planned:
-            self.abort(sequence.group.request.request_id)
+    def abandon(self, slices: abc.Iterable[int] | None = None) -> dict[str, int]:
+        """Drop the requests of the step that was planned last, or of some of its slices: nothing of it was committed.
+
+        Returns them, each with the number of a slice.
+        """
+        broken = range(len(self._planned)) if slices is None else slices
+        requests = {self._planned[number].group.request.request_id: number for number in broken}
+        for request_id in requests:
+            self.abort(request_id)
+        return requests
 
     # ── scheduling, in parts ──
 
