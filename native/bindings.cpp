@@ -450,7 +450,10 @@ void read_rows(Backend& backend, Array<float, 2> logits, const int32_t* rows, si
   require(vocabulary > 0, "the vocabulary is empty");
   require(!rows || all_below(rows, count, logits.shape(0)), "a row is out of range");
   if (backend.readers.empty() || backend.readers[0].vocabulary() != vocabulary) {
-    backend.readers.assign(static_cast<size_t>(backend.pool.size()), LogitReader(*backend.kernels->logit, vocabulary));
+    backend.readers.clear();
+    for (int thread = 0; thread < backend.pool.size(); ++thread) {
+      backend.readers.emplace_back(*backend.kernels->logit, vocabulary);
+    }
   }
   nb::gil_scoped_release release;
   auto read = [&](size_t begin, size_t end, int thread) {
