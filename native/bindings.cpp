@@ -107,10 +107,12 @@ struct Vector {
   explicit Vector(Array<float, 1> source) : values(source.data(), source.data() + source.size()) {}
 };
 
-// A matrix to be packed segment by segment, each in pieces that several threads may pack at once.
+template <typename Body>
+void in_parallel(Pool& pool, size_t num_items, const Body& body);
+
 class PackedLinear {
  public:
-  PackedLinear(Backend& backend, size_t inputs, bool fine) : arena_(backend.arena) {
+  PackedLinear(Backend& backend, size_t inputs, bool fine) : backend_(backend) {
     linear_.inputs = inputs;
     linear_.fine = fine;
   }
@@ -130,7 +132,7 @@ class PackedLinear {
     }
     require(outputs > 0 && linear_.inputs > 0, "a matrix has at least one output and one input");
     require(bits == 16 || linear_.inputs % group == 0, "the inputs are not a multiple of the group");
-    Segment segment = make_segment(arena_, format, outputs, linear_.inputs);
+    Segment segment = make_segment(backend_.arena, format, outputs, linear_.inputs);
     segment.column = linear_.outputs;
     segments_.push_back(segment);
     count();
@@ -151,16 +153,22 @@ class PackedLinear {
     require(minimums.has_value() == segment.format.minimum, "minimums are given for all rows or none");
     require(!minimums || (minimums->shape(0) == scales.shape(0) && minimums->shape(1) == scales.shape(1)),
             "minimums have a wrong shape");
+    const size_t inputs = codes.shape(1), num_scales = scales.shape(1);
     nb::gil_scoped_release release;
-    octavo::pack_quantized(segment, first, codes.shape(0), codes.data(), scales.data(),
-                           minimums ? minimums->data() : nullptr);
+    in_parallel(backend_.pool, codes.shape(0), [&](size_t begin, size_t end) {
+      octavo::pack_quantized(segment, first + begin, end - begin, codes.data() + begin * inputs,
+                             scales.data() + begin * num_scales,
+                             minimums ? minimums->data() + begin * num_scales : nullptr);
+    });
   }
 
   void pack_float(size_t first, Array<float, 2> values) {
     const Segment& segment = last(first, values.shape(0), values.shape(1));
     require(segment.format.codes == Format::BF16, "the segment is quantised");
     nb::gil_scoped_release release;
-    pack_bf16(segment, first, values.shape(0), values.data());
+    in_parallel(backend_.pool, values.shape(0), [&](size_t begin, size_t end) {
+      pack_bf16(segment, first + begin, end - begin, values.data() + begin * values.shape(1));
+    });
   }
 
   void set_bias(Array<float, 1> bias) {
@@ -210,7 +218,7 @@ class PackedLinear {
     return segment;
   }
 
-  Arena& arena_;
+  Backend& backend_;
   std::vector<Segment> segments_;
   std::vector<float> bias_;
   Linear linear_{};
@@ -461,7 +469,10 @@ void read_rows(Backend& backend, Array<float, 2> logits, const int32_t* rows, si
   require(vocabulary > 0, "the vocabulary is empty");
   require(!rows || all_below(rows, count, logits.shape(0)), "a row is out of range");
   if (backend.readers.empty() || backend.readers[0].vocabulary() != vocabulary) {
-    backend.readers.assign(static_cast<size_t>(backend.pool.size()), LogitReader(*backend.kernels->logit, vocabulary));
+    backend.readers.clear();
+    for (int thread = 0; thread < backend.pool.size(); ++thread) {
+      backend.readers.emplace_back(*backend.kernels->logit, vocabulary);
+    }
   }
   nb::gil_scoped_release release;
   auto read = [&](size_t begin, size_t end, int thread) {

@@ -28,7 +28,7 @@ int32_t id_of(uint64_t order) { return static_cast<int32_t>(order & 0xffffffff);
 
 LogitReader::LogitReader(const LogitKernels& kernels, size_t vocabulary)
     : kernels_(&kernels), size_(vocabulary), maxima_((vocabulary + SPAN - 1) / SPAN), sorted_maxima_(maxima_.size()),
-      kept_(vocabulary + 1), masses_(vocabulary), line_(vocabulary) {}
+      kept_(new uint64_t[vocabulary + 1]), masses_(new float[vocabulary]), line_(new double[vocabulary]) {}
 
 bool LogitReader::read(const float* row) {
   row_ = row;
@@ -62,7 +62,7 @@ int32_t LogitReader::rank(int32_t token) const {
 
 void LogitReader::top(size_t count, int32_t* out) {
   keep_first(count);
-  std::transform(kept_.begin(), kept_.begin() + static_cast<ptrdiff_t>(num_kept_), out, id_of);
+  std::transform(kept_.get(), kept_.get() + num_kept_, out, id_of);
 }
 
 // Tokens of at least `lowest`, in order.
@@ -76,7 +76,7 @@ void LogitReader::keep_from(float lowest) {
       }
     }
   }
-  std::sort(kept_.begin(), kept_.begin() + static_cast<ptrdiff_t>(num_kept_));
+  std::sort(kept_.get(), kept_.get() + num_kept_);
 }
 
 // The `count` most likely tokens, in order. The count-th largest of the spans' maxima bounds the count-th logit from below.
@@ -97,7 +97,7 @@ void LogitReader::lay(float scale) {
   for (size_t i = 0; i < num_kept_; ++i) {
     masses_[i] = row_[id_of(kept_[i])];
   }
-  kernels_->exponentials(masses_.data(), num_kept_, largest_, scale, masses_.data());
+  kernels_->exponentials(masses_.get(), num_kept_, largest_, scale, masses_.get());
   double end = 0.0;
   for (size_t i = 0; i < num_kept_; ++i) {
     line_[i] = end += static_cast<double>(masses_[i]);
@@ -132,7 +132,7 @@ int32_t LogitReader::choose(const Draw& draw) {
     }
   }
   size_t kept = num_kept_;
-  const double* const line = line_.data();
+  const double* const line = line_.get();
   if (draw.top_p < 1.0) {
     const double mass = draw.top_p * (total < 0.0 ? line[kept - 1] : total);
     kept = std::min(kept, static_cast<size_t>(std::lower_bound(line, line + kept, mass) - line) + 1);

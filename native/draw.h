@@ -5,6 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include <memory>
 #include <vector>
 
 #include "logits.h"
@@ -18,7 +19,7 @@ struct Draw {
   double top_p, min_p, point;
 };
 
-// Reads one row after another; all its memory is taken at once, none while it works.
+// Reads one row after another. Its memory is taken at once, none while it works, and mapped as far as it is used.
 class LogitReader {
  public:
   LogitReader(const LogitKernels& kernels, size_t vocabulary);
@@ -46,9 +47,9 @@ class LogitReader {
   std::vector<float> maxima_, sorted_maxima_;
   // the tokens kept, most likely first: (order, id), and where each ends on the line
   size_t num_kept_ = 0;
-  std::vector<uint64_t> kept_;
-  std::vector<float> masses_;
-  std::vector<double> line_;
+  std::unique_ptr<uint64_t[]> kept_;
+  std::unique_ptr<float[]> masses_;
+  std::unique_ptr<double[]> line_;
 };
 
 }  // namespace octavo

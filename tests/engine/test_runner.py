@@ -1,5 +1,7 @@
 """The runner on the tiny model: plans are written by hand here, so that only translation and order are in question."""
 
+import gc
+import weakref
 from array import array
 
 import numpy as np
@@ -175,3 +177,15 @@ def test_a_token_computed_again_for_its_logits_leaves_its_page_alone():
     assert result == expected
     assert writes == [[8]] * 2
     assert (setup.store.pool.data == before).all()
+
+
+def test_a_model_is_freed_as_soon_as_nobody_has_it():
+    setup = Setup()
+    setup.run(piece(tokens_of(0, 9), 0, 9, range(3)))
+    gone = weakref.ref(setup.decoder)
+    gc.disable()
+    try:
+        del setup
+        assert gone() is None
+    finally:
+        gc.enable()

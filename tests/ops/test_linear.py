@@ -158,6 +158,14 @@ class Kernels:
         matrix.numpy()[:] = values
         return matrix
 
+    def embed(self, table: Any, ids: list[int]) -> Any:
+        step, nothing = self.native.Step(), np.zeros(2, np.int32)
+        places = np.arange(len(ids), dtype=np.int32)
+        step.set(np.int32(ids), places, np.int32([0, len(ids)]), nothing[:1], nothing, nothing[:0])
+        out = self.native.Matrix(table.inputs)
+        self.native.embed(self.backend, table, step, out)
+        return out.numpy().copy()
+
     def linear(self, packed: Any, x: Any, norm: Any = None) -> Any:
         out = self.native.Matrix(packed.outputs)
         weight = None if norm is None else self.native.Vector(norm)
@@ -301,13 +309,12 @@ def test_embedded_rows_are_the_files_values(kernels: Kernels, kind: str) -> None
     weight = matrix(kind, 50, 96)
     if kind == "bf16":
         weight = Matrix(bf16(weight.stored))
-    ids = np.int32([49, 0, 17, 17, 16, 15])
-    out = kernels.native.Matrix(96)
-    kernels.native.embed(kernels.backend, kernels.pack(weight), ids, out)
-    assert same_bits(out.numpy().copy(), weight.float32(0, 50)[ids])
+    ids = [49, 0, 17, 17, 16, 15]
+    out = kernels.embed(kernels.pack(weight), ids)
+    assert same_bits(out, weight.float32(0, 50)[ids])
     for bad in (-1, 50):
         with pytest.raises(ValueError, match="vocabulary"):
-            kernels.native.embed(kernels.backend, kernels.pack(weight), np.int32([bad]), out)
+            kernels.embed(kernels.pack(weight), [bad])
 
 
 def test_logits_of_chosen_rows(kernels: Kernels) -> None:

@@ -113,9 +113,9 @@ class Sampler:
 
     def _finite(self, logits: Floats) -> tuple[Floats, list[int]]:
         """The rows without NaN or +inf, and their best tokens. Sound rows are not copied."""
-        best = self._ops.best(logits)
-        broken = np.flatnonzero(best < 0)
-        if len(broken):
+        best: list[int] = self._ops.best(logits).tolist()
+        if min(best) < 0:
+            broken = [row for row, token in enumerate(best) if token < 0]
             self.num_broken_rows += len(broken)
             _log.error("%d rows of logits are not finite: their requests' tokens are meaningless", len(broken))
             logits = logits.copy()
@@ -123,8 +123,8 @@ class Sampler:
                 np.nan_to_num(logits[row], copy=False, nan=-np.inf, posinf=_LARGEST, neginf=-np.inf)
                 if logits[row].max() == -np.inf:
                     logits[row] = 0
-                best[row] = logits[row].argmax()
-        return logits, best.tolist()
+                best[row] = int(logits[row].argmax())
+        return logits, best
 
     def _choose(self, logits: Floats, drawn: Sequence[tuple[int, int, Draw]], sampled: list[Sampled]) -> None:
         """Draw from the given rows and put the tokens in their places."""

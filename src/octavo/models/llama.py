@@ -7,10 +7,12 @@ configuration and tensors of the checkpoint, not other code. Owns no memory but 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
+from octavo.config import ModelConfig
 from octavo.models.weights import Checkpoint
 from octavo.ops.api import Floats, Footprint, Ints, KVPool, Ops, StepInputs, Tensor, Weight
 
@@ -66,7 +68,9 @@ class Decoder:
         self.norm = vector("norm")
         self.head = self.embedding if self.config.tie_embeddings else linear("lm_head")
         self.rope = ops.rope_table(inverse_frequencies(checkpoint), max_model_len)
-        self._compiled = ops.compiled(self._forward)
+        # no method, which would hold the decoder that holds it
+        forward = partial(_forward, ops, self.config, self.embedding, self.layers, self.rope)
+        self._forward = ops.compiled(forward)
 
     @property
     def footprints(self) -> tuple[Footprint, Footprint]:
@@ -77,22 +81,24 @@ class Decoder:
 
     def forward(self, step: StepInputs, pool: KVPool) -> Tensor:
         """The residual stream after the last layer, [num_rows, hidden]; keys and values are written into the pages."""
-        return self._compiled(step, pool)
-
-    def _forward(self, step: StepInputs, pool: KVPool) -> Tensor:
-        ops, c = self._ops, self.config
-        x = ops.embed(self.embedding, step)
-        for i, layer in enumerate(self.layers):
-            qkv = ops.norm_linear(x, layer.attention_norm, c.norm_eps, layer.qkv)
-            ops.rope_write(qkv, i, c.num_heads, pool, self.rope, step, layer.q_norm, layer.k_norm, c.norm_eps)
-            attended = ops.attention(qkv, i, c.num_heads, pool, step, c.sliding_window)
-            ops.add_linear(x, attended, layer.output)
-            ops.add_linear(x, ops.norm_gate_up(x, layer.ffn_norm, c.norm_eps, layer.gate_up), layer.down)
-        return x
+        return self._forward(step, pool)
 
     def logits(self, x: Tensor, rows: Ints) -> Floats:
         """Scores of the token that follows each of the given rows, [len(rows), vocab]."""
         return self._ops.logits(x, rows, self.norm, self.config.norm_eps, self.head)
+
+
+def _forward(
+    ops: Ops, c: ModelConfig, embedding: Tensor, layers: list[Layer], rope: Tensor, step: StepInputs, pool: KVPool
+) -> Tensor:
+    x = ops.embed(embedding, step)
+    for i, layer in enumerate(layers):
+        qkv = ops.norm_linear(x, layer.attention_norm, c.norm_eps, layer.qkv)
+        ops.rope_write(qkv, i, c.num_heads, pool, rope, step, layer.q_norm, layer.k_norm, c.norm_eps)
+        attended = ops.attention(qkv, i, c.num_heads, pool, step, c.sliding_window)
+        ops.add_linear(x, attended, layer.output)
+        ops.add_linear(x, ops.norm_gate_up(x, layer.ffn_norm, c.norm_eps, layer.gate_up), layer.down)
+    return x
 
 
 def inverse_frequencies(checkpoint: Checkpoint) -> Floats:

@@ -9,8 +9,7 @@ The environment variable OCTAVO_ISA (generic, avx2, avx512, amx) forces a varian
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,18 +24,14 @@ from octavo.ops.api import (
     Forward,
     Ints,
     KVPool,
-    Quantized,
     Scores,
     StepInputs,
     Tensor,
     Weight,
 )
 
-PACKED_AT_ONCE = 1 << 18  # weights that a thread decodes before it packs them: bounds the memory that loading takes
+PACKED_AT_ONCE = 1 << 22  # weights decoded before they are packed: bounds the memory that loading takes
 MAX_THREADS = 1024
-
-Spread = Callable[..., Iterable[Any]]
-"""`map`, or one that works on several threads."""
 
 
 def choose_variant(name: str | None) -> str:
@@ -67,7 +62,6 @@ class CpuOps:
         chosen = choose_variant(variant or os.environ.get("OCTAVO_ISA"))
         self.backend = _native.Backend(chosen, choose_threads(num_threads))
         self._outputs: dict[tuple[str, int], _native.Matrix] = {}
-        self._loaders = ThreadPoolExecutor(self.backend.num_threads, "octavo-load")
         self._rows = _native.Step()
         self._step: StepInputs | None = None  # which `_rows` is a copy of
         self._kept: list[Any] | None = None  # what the program that is being recorded refers to
@@ -97,7 +91,7 @@ class CpuOps:
     def linear(self, weights: list[Weight], bias: Floats | None = None, *, fine: bool = False) -> _native.Linear:
         packed = _native.Linear(self.backend, weights[0].shape[1], fine)
         for weight in weights:
-            _pack(packed, weight, self._loaders.map)
+            _pack(packed, weight)
         if bias is not None:
             packed.set_bias(np.ascontiguousarray(bias, np.float32))
         return packed
@@ -246,35 +240,28 @@ class CpuOps:
         return scores
 
 
-def _pack(packed: _native.Linear, weight: Weight, spread: Spread = map) -> None:
-    """Append a matrix in pieces, `spread` over threads."""
+def _pack(packed: _native.Linear, weight: Weight) -> None:
+    """Append a matrix, a few million weights at a time."""
     num_outputs, num_inputs = weight.shape
     rows = max(PACKED_AT_ONCE // num_inputs // 16 * 16, 16)
     chunks = [(start, min(start + rows, num_outputs)) for start in range(0, num_outputs, rows)]
-
-    def pack_float(chunk: tuple[int, int]) -> None:
-        packed.pack_float(chunk[0], np.ascontiguousarray(weight.float32(*chunk)))
-
     if weight.bits > 8:
         packed.add_segment(num_outputs, 16, 0, False, False)
-        list(spread(pack_float, chunks))
-    elif not _pack_quantized(packed, weight, chunks, False, spread):
+        for start, stop in chunks:
+            packed.pack_float(start, np.ascontiguousarray(weight.float32(start, stop)))
+    elif not _pack_quantized(packed, weight, chunks, wide=False):
         packed.drop_segment()
-        _pack_quantized(packed, weight, chunks, True, spread)
+        _pack_quantized(packed, weight, chunks, wide=True)
 
 
-def _pack_quantized(
-    packed: _native.Linear, weight: Weight, chunks: list[tuple[int, int]], wide: bool, spread: Spread
-) -> bool:
+def _pack_quantized(packed: _native.Linear, weight: Weight, chunks: list[tuple[int, int]], wide: bool) -> bool:
     """Append a matrix with scales in f16 or, where `wide`, in float32. False where f16 does not hold every scale."""
-    first = weight.quantized(*chunks[0])
-    packed.add_segment(weight.shape[0], first.bits, first.group, first.minimums is not None, wide)
-
-    def pack(start: int, rows: Quantized) -> bool:
-        codes, scales, minimums, *_ = rows
-        if not (wide or (_native.fit_f16(scales) and (minimums is None or _native.fit_f16(minimums)))):
+    for start, stop in chunks:
+        codes, scales, minimums, group, bits = weight.quantized(start, stop)
+        fits = wide or (_native.fit_f16(scales) and (minimums is None or _native.fit_f16(minimums)))
+        if start == 0:
+            packed.add_segment(weight.shape[0], bits, group, minimums is not None, wide)
+        if not fits:
             return False
         packed.pack_quantized(start, np.ascontiguousarray(codes).view(np.uint8), scales, minimums)
-        return True
-
-    return pack(0, first) and all(list(spread(lambda chunk: pack(chunk[0], weight.quantized(*chunk)), chunks[1:])))
+    return True
