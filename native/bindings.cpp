@@ -7,13 +7,17 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <functional>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "attention.h"
 #include "dispatch.h"
+#include "draw.h"
 #include "linear.h"
 #include "memory.h"
 #include "packing.h"
@@ -29,6 +33,8 @@ namespace {
 
 template <typename T, int N>
 using Array = nb::ndarray<const T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+template <typename T, int N>
+using Out = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 
 void require(bool good, const char* message) {
   if (!good) {
@@ -45,14 +51,40 @@ const Kernels* kernels_of(const std::string& variant) {
   throw nb::value_error("this machine cannot run that variant");
 }
 
+// Ops that were performed once, to be performed again: on the same objects, whatever they hold by then.
+struct Program {
+  std::vector<std::function<void()>> ops;
+
+  void run() {
+    nb::gil_scoped_release release;
+    for (const std::function<void()>& op : ops) {
+      op();
+    }
+  }
+};
+
 struct Backend {
   const Kernels* kernels;
   Pool pool;
   Arena arena;
   Scratch scratch;
+  std::vector<LogitReader> readers;  // one for each thread
+  Program* recording = nullptr;
 
   Backend(const std::string& variant, int num_threads) : kernels(kernels_of(variant)), pool(num_threads) {}
 };
+
+// Performs an op while other Python threads run, and records it if a program is being recorded. What it refers to must
+// live as long as the program.
+void perform(Backend& backend, std::function<void()> op) {
+  {
+    nb::gil_scoped_release release;
+    op();
+  }
+  if (backend.recording) {
+    backend.recording->ops.push_back(std::move(op));
+  }
+}
 
 // Activations: float32 rows whose memory grows and never shrinks.
 struct Matrix {
@@ -75,6 +107,7 @@ struct Vector {
   explicit Vector(Array<float, 1> source) : values(source.data(), source.data() + source.size()) {}
 };
 
+// A matrix to be packed segment by segment, each in pieces that several threads may pack at once.
 class PackedLinear {
  public:
   PackedLinear(Backend& backend, size_t inputs, bool fine) : arena_(backend.arena) {
@@ -118,6 +151,7 @@ class PackedLinear {
     require(minimums.has_value() == segment.format.minimum, "minimums are given for all rows or none");
     require(!minimums || (minimums->shape(0) == scales.shape(0) && minimums->shape(1) == scales.shape(1)),
             "minimums have a wrong shape");
+    nb::gil_scoped_release release;
     octavo::pack_quantized(segment, first, codes.shape(0), codes.data(), scales.data(),
                            minimums ? minimums->data() : nullptr);
   }
@@ -125,6 +159,7 @@ class PackedLinear {
   void pack_float(size_t first, Array<float, 2> values) {
     const Segment& segment = last(first, values.shape(0), values.shape(1));
     require(segment.format.codes == Format::BF16, "the segment is quantised");
+    nb::gil_scoped_release release;
     pack_bf16(segment, first, values.shape(0), values.data());
   }
 
@@ -196,7 +231,6 @@ void run_linear(Backend& backend, const LinearCall& call) {
   }
   const LinearKernels& kernels = *backend.kernels->linear;
   void* scratch = backend.scratch.reserve(kernels.scratch_bytes(*call.linear, call.rows, backend.pool.size()));
-  nb::gil_scoped_release release;
   kernels.run(call, scratch, backend.pool);
 }
 
@@ -209,22 +243,30 @@ void check_product(const Matrix& x, const Vector* norm, const PackedLinear& weig
 void linear(Backend& backend, const Matrix& x, const Vector* norm, float eps, const PackedLinear& weight, Matrix& out) {
   check_product(x, norm, weight);
   require(out.columns == weight.linear().outputs && out.data != x.data, "the output has a wrong width");
-  out.resize(x.rows);
-  run_linear(backend, {&weight.linear(), x.data, nullptr, x.rows, norm ? norm->values.data() : nullptr, eps,
-                       LinearCall::STORE, out.data});
+  perform(backend, [=, &backend, &x, &weight, &out] {
+    out.resize(x.rows);
+    run_linear(backend, {&weight.linear(), x.data, nullptr, x.rows, norm ? norm->values.data() : nullptr, eps,
+                         LinearCall::STORE, out.data});
+  });
 }
 
 void add_linear(Backend& backend, Matrix& x, const Matrix& inputs, const PackedLinear& weight) {
   check_product(inputs, nullptr, weight);
-  require(x.columns == weight.linear().outputs && x.rows == inputs.rows, "the residual has a wrong shape");
-  run_linear(backend, {&weight.linear(), inputs.data, nullptr, x.rows, nullptr, 0.0f, LinearCall::ADD, x.data});
+  require(x.columns == weight.linear().outputs, "the residual has a wrong width");
+  perform(backend, [&backend, &x, &inputs, &weight] {
+    require(x.rows == inputs.rows, "the residual has a wrong shape");
+    run_linear(backend, {&weight.linear(), inputs.data, nullptr, x.rows, nullptr, 0.0f, LinearCall::ADD, x.data});
+  });
 }
 
 void gate_up(Backend& backend, const Matrix& x, const Vector& norm, float eps, const PackedLinear& weight, Matrix& out) {
   check_product(x, &norm, weight);
   require(weight.halves() && out.columns == weight.linear().outputs / 2, "gate and up are two matrices of one shape");
-  out.resize(x.rows);
-  run_linear(backend, {&weight.linear(), x.data, nullptr, x.rows, norm.values.data(), eps, LinearCall::GATE_UP, out.data});
+  perform(backend, [=, &backend, &x, &norm, &weight, &out] {
+    out.resize(x.rows);
+    run_linear(backend,
+               {&weight.linear(), x.data, nullptr, x.rows, norm.values.data(), eps, LinearCall::GATE_UP, out.data});
+  });
 }
 
 void logits(Backend& backend, const Matrix& x, Array<int32_t, 1> rows, const Vector& norm, float eps,
@@ -233,16 +275,9 @@ void logits(Backend& backend, const Matrix& x, Array<int32_t, 1> rows, const Vec
   require(out.columns == weight.linear().outputs, "the output has a wrong width");
   require(all_below(rows.data(), rows.size(), x.rows), "a row is out of range");
   out.resize(rows.size());
+  nb::gil_scoped_release release;
   run_linear(backend, {&weight.linear(), x.data, rows.data(), rows.size(), norm.values.data(), eps, LinearCall::STORE,
                        out.data});
-}
-
-void embed(Backend& backend, const PackedLinear& table, Array<int32_t, 1> ids, Matrix& out) {
-  require(all_below(ids.data(), ids.size(), table.linear().outputs), "a token id is outside the vocabulary");
-  require(out.columns == table.linear().inputs, "the output has a wrong width");
-  out.resize(ids.size());
-  nb::gil_scoped_release release;
-  backend.kernels->linear->embed(table.linear(), ids.data(), ids.size(), out.data, backend.pool);
 }
 
 // ── pages: rope_write, attention ──────────────────────────────────────────────────────────────────────────────────────
@@ -284,11 +319,17 @@ struct Pages {
 // The rows of a step, checked and copied once for all layers.
 class Step {
  public:
-  Step(Array<int32_t, 1> positions, Array<int32_t, 1> row_start, Array<int32_t, 1> write_start,
-       Array<int32_t, 1> page_start, Array<int32_t, 1> pages)
-      : positions_(copy(positions)), row_start_(copy(row_start)), write_start_(copy(write_start)),
-        page_start_(copy(page_start)), pages_(copy(pages)) {
+  void set(Array<int32_t, 1> token_ids, Array<int32_t, 1> positions, Array<int32_t, 1> row_start,
+           Array<int32_t, 1> write_start, Array<int32_t, 1> page_start, Array<int32_t, 1> pages) {
+    copy(token_ids, token_ids_);
+    copy(positions, positions_);
+    copy(row_start, row_start_);
+    copy(write_start, write_start_);
+    copy(page_start, page_start_);
+    copy(pages, pages_);
+    num_positions_ = checked_pages_ = checked_block_size_ = 0;
     const size_t slices = write_start_.size();
+    require(token_ids_.size() == positions_.size(), "token ids and positions differ in number");
     require(row_start_.size() == slices + 1 && page_start_.size() == slices + 1, "the slices' arrays differ in length");
     require(row_start_[0] == 0 && row_start_[slices] == static_cast<int32_t>(positions_.size()) &&
                 page_start_[0] == 0 && page_start_[slices] == static_cast<int32_t>(pages_.size()),
@@ -315,11 +356,14 @@ class Step {
             write_start_.size()};
   }
 
+  const std::vector<int32_t>& token_ids() const { return token_ids_; }
   size_t num_rows() const { return positions_.size(); }
   size_t num_positions() const { return num_positions_; }
 
  private:
-  static std::vector<int32_t> copy(Array<int32_t, 1> source) { return {source.data(), source.data() + source.size()}; }
+  static void copy(const Array<int32_t, 1>& source, std::vector<int32_t>& out) {
+    out.assign(source.data(), source.data() + source.size());
+  }
 
   void check(const Pages& pages) {
     for (size_t s = 0; s < write_start_.size(); ++s) {
@@ -332,7 +376,7 @@ class Step {
     checked_block_size_ = pages.block_size;
   }
 
-  std::vector<int32_t> positions_, row_start_, write_start_, page_start_, pages_;
+  std::vector<int32_t> token_ids_, positions_, row_start_, write_start_, page_start_, pages_;
   size_t num_positions_ = 0;
   size_t checked_pages_ = 0, checked_block_size_ = 0;
 };
@@ -357,43 +401,122 @@ void in_parallel(Pool& pool, size_t num_items, const Body& body) {
            const_cast<Body*>(&body));
 }
 
-void check_qkv(const Matrix& qkv, size_t num_heads, const Pages& pages, const Step& step) {
+void embed(Backend& backend, const PackedLinear& table, const Step& step, Matrix& out) {
+  require(out.columns == table.linear().inputs, "the output has a wrong width");
+  perform(backend, [&backend, &table, &step, &out] {
+    const std::vector<int32_t>& ids = step.token_ids();
+    require(all_below(ids.data(), ids.size(), table.linear().outputs), "a token id is outside the vocabulary");
+    out.resize(ids.size());
+    backend.kernels->linear->embed(table.linear(), ids.data(), ids.size(), out.data, backend.pool);
+  });
+}
+
+void check_qkv(const Matrix& qkv, size_t num_heads, const Pages& pages) {
   require(num_heads > 0 && num_heads % pages.num_kv_heads == 0, "num_heads is not a multiple of num_kv_heads");
-  require(qkv.columns == (num_heads + 2 * pages.num_kv_heads) * pages.head_dim && qkv.rows == step.num_rows(),
-          "qkv has a wrong shape");
+  require(qkv.columns == (num_heads + 2 * pages.num_kv_heads) * pages.head_dim, "qkv has a wrong width");
 }
 
 void rope_write(Backend& backend, Matrix& qkv, size_t layer, size_t num_heads, Pages& pages, const RopeTable& rope,
                 Step& step, const Vector* q_norm, const Vector* k_norm, float eps) {
-  check_qkv(qkv, num_heads, pages, step);
-  require(rope.half * 2 == pages.head_dim && step.num_positions() <= rope.num_positions,
-          "a position lies beyond the rope table");
+  check_qkv(qkv, num_heads, pages);
+  require(rope.half * 2 == pages.head_dim, "the rope table has a wrong width");
   for (const Vector* norm : {q_norm, k_norm}) {
     require(!norm || norm->values.size() == pages.head_dim, "a norm's weight has a wrong length");
   }
-  const RopeWrite args = {qkv.data, num_heads, pages.layer(layer), step.rows(pages), rope.cos.data(), rope.sin.data(),
-                          q_norm ? q_norm->values.data() : nullptr, k_norm ? k_norm->values.data() : nullptr, eps};
-  nb::gil_scoped_release release;
-  in_parallel(backend.pool, step.num_rows(),
-              [&](size_t begin, size_t end) { backend.kernels->rope->rope_write(args, begin, end); });
+  perform(backend, [=, &backend, &qkv, &pages, &rope, &step] {
+    require(qkv.rows == step.num_rows(), "qkv has a wrong shape");
+    require(step.num_positions() <= rope.num_positions, "a position lies beyond the rope table");
+    const RopeWrite args = {qkv.data, num_heads, pages.layer(layer), step.rows(pages), rope.cos.data(), rope.sin.data(),
+                            q_norm ? q_norm->values.data() : nullptr, k_norm ? k_norm->values.data() : nullptr, eps};
+    in_parallel(backend.pool, step.num_rows(),
+                [&](size_t begin, size_t end) { backend.kernels->rope->rope_write(args, begin, end); });
+  });
 }
 
 void attention(Backend& backend, const Matrix& qkv, size_t layer, size_t num_heads, const Pages& pages, Step& step,
                size_t window, Matrix& out) {
-  check_qkv(qkv, num_heads, pages, step);
+  check_qkv(qkv, num_heads, pages);
   require(out.columns == num_heads * pages.head_dim, "the output has a wrong width");
-  out.resize(step.num_rows());
-  Attention args = {qkv.data, out.data, num_heads, pages.layer(layer), step.rows(pages), window,
-                    static_cast<size_t>(backend.pool.size()), nullptr};
-  const AttentionKernels& kernels = *backend.kernels->attention;
-  args.scratch = static_cast<float*>(backend.scratch.reserve(kernels.scratch_floats(args) * sizeof(float)));
+  perform(backend, [=, &backend, &qkv, &pages, &step, &out] {
+    require(qkv.rows == step.num_rows(), "qkv has a wrong shape");
+    out.resize(step.num_rows());
+    Attention args = {qkv.data, out.data, num_heads, pages.layer(layer), step.rows(pages), window,
+                      static_cast<size_t>(backend.pool.size()), nullptr};
+    const AttentionKernels& kernels = *backend.kernels->attention;
+    args.scratch = static_cast<float*>(backend.scratch.reserve(kernels.scratch_floats(args) * sizeof(float)));
+    in_parallel(backend.pool, args.num_threads, [&](size_t begin, size_t end) {
+      for (size_t part = begin; part < end; ++part) {
+        kernels.attend(args, part);
+      }
+    });
+    kernels.finish(args);
+  });
+}
+
+// ── logits ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+// Calls body(i, reader, whether the row is sound) for each of `count` rows of logits, by number or from the first on.
+void read_rows(Backend& backend, Array<float, 2> logits, const int32_t* rows, size_t count, const auto& body) {
+  const size_t vocabulary = logits.shape(1);
+  require(vocabulary > 0, "the vocabulary is empty");
+  require(!rows || all_below(rows, count, logits.shape(0)), "a row is out of range");
+  if (backend.readers.empty() || backend.readers[0].vocabulary() != vocabulary) {
+    backend.readers.assign(static_cast<size_t>(backend.pool.size()), LogitReader(*backend.kernels->logit, vocabulary));
+  }
   nb::gil_scoped_release release;
-  in_parallel(backend.pool, args.num_threads, [&](size_t begin, size_t end) {
-    for (size_t part = begin; part < end; ++part) {
-      kernels.attend(args, part);
+  auto read = [&](size_t begin, size_t end, int thread) {
+    LogitReader& reader = backend.readers[static_cast<size_t>(thread)];
+    for (size_t i = begin; i < end; ++i) {
+      const size_t row = rows ? static_cast<size_t>(rows[i]) : i;
+      body(i, reader, reader.read(logits.data() + row * vocabulary));
+    }
+  };
+  backend.pool.run(count,
+                   [](void* context, size_t begin, size_t end, int thread) {
+                     (*static_cast<decltype(read)*>(context))(begin, end, thread);
+                   },
+                   &read);
+}
+
+// out[i] = the best token of row i, -1 where the row is broken
+void best(Backend& backend, Array<float, 2> logits, Out<int32_t, 1> out) {
+  require(out.size() == logits.shape(0), "there is one best token a row");
+  read_rows(backend, logits, nullptr, out.size(),
+            [&](size_t i, const LogitReader& reader, bool sound) { out.data()[i] = sound ? reader.best() : -1; });
+}
+
+// The arrays are those of `Draws` in ops/api.py.
+void choose(Backend& backend, Array<float, 2> logits, Array<int32_t, 1> rows, Array<double, 1> temperatures,
+            Array<int32_t, 1> top_ks, Array<double, 1> top_ps, Array<double, 1> min_ps, Array<double, 1> points,
+            Out<int32_t, 1> out) {
+  const size_t count = rows.size();
+  require(temperatures.size() == count && top_ks.size() == count && top_ps.size() == count && min_ps.size() == count &&
+              points.size() == count && out.size() == count,
+          "the draws' arrays differ in length");
+  read_rows(backend, logits, rows.data(), count, [&](size_t i, LogitReader& reader, bool sound) {
+    const Draw draw = {temperatures.data()[i], static_cast<size_t>(std::max(top_ks.data()[i], 0)), top_ps.data()[i],
+                       min_ps.data()[i], points.data()[i]};
+    out.data()[i] = sound ? reader.choose(draw) : 0;
+  });
+}
+
+// Of row rows[i]: log of the sum of exponentials, the rank of tokens[i], and the num_tops[i] best tokens.
+void score(Backend& backend, Array<float, 2> logits, Array<int32_t, 1> rows, Array<int32_t, 1> tokens,
+           Array<int32_t, 1> num_tops, Out<double, 1> log_totals, Out<int32_t, 1> ranks, Out<int32_t, 2> tops) {
+  const size_t count = rows.size();
+  require(tokens.size() == count && num_tops.size() == count && log_totals.size() == count && ranks.size() == count &&
+              tops.shape(0) == count,
+          "the scores' arrays differ in length");
+  require(all_below(tokens.data(), count, logits.shape(1)), "a token is outside the vocabulary");
+  require(tops.shape(1) <= logits.shape(1) && all_below(num_tops.data(), count, tops.shape(1) + 1),
+          "more of the best tokens are asked for than there is room for");
+  read_rows(backend, logits, rows.data(), count, [&](size_t i, LogitReader& reader, bool sound) {
+    log_totals.data()[i] = sound ? reader.log_total() : NAN;
+    ranks.data()[i] = sound ? reader.rank(tokens.data()[i]) : 0;
+    if (sound) {
+      reader.top(static_cast<size_t>(num_tops.data()[i]), tops.data() + i * tops.shape(1));
     }
   });
-  kernels.finish(args);
 }
 
 // ── probes: see probe.h ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -447,10 +570,16 @@ NB_MODULE(OCTAVO_MODULE, module) {
     }
     return names;
   });
-  module.def("fit_f16", [](Array<float, 2> values) { return fit_f16(values.data(), values.size()); });
+  module.def("fit_f16", [](Array<float, 2> values) {
+    nb::gil_scoped_release release;
+    return fit_f16(values.data(), values.size());
+  });
+
+  nb::class_<Program>(module, "Program").def(nb::init<>()).def("run", &Program::run);
 
   nb::class_<Backend>(module, "Backend")
       .def(nb::init<const std::string&, int>(), nb::arg("variant"), nb::arg("num_threads"))
+      .def("record", [](Backend& self, Program* program) { self.recording = program; }, nb::arg().none())
       .def_prop_ro("variant", [](const Backend& self) { return self.kernels->variant; })
       .def_prop_ro("num_threads", [](const Backend& self) { return self.pool.size(); });
 
@@ -492,9 +621,7 @@ NB_MODULE(OCTAVO_MODULE, module) {
         return nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>>(self.data, {self.num_pages, self.page_bytes}, nb::find(&self));
       });
 
-  nb::class_<Step>(module, "Step")
-      .def(nb::init<Array<int32_t, 1>, Array<int32_t, 1>, Array<int32_t, 1>, Array<int32_t, 1>, Array<int32_t, 1>>(),
-           nb::arg("positions"), nb::arg("row_start"), nb::arg("write_start"), nb::arg("page_start"), nb::arg("pages"));
+  nb::class_<Step>(module, "Step").def(nb::init<>()).def("set", &Step::set);
 
   nb::class_<RopeTable>(module, "RopeTable").def(nb::init<Array<float, 2>, Array<float, 2>>());
 
@@ -502,6 +629,9 @@ NB_MODULE(OCTAVO_MODULE, module) {
              nb::arg().none(), nb::arg().none(), nb::arg());
   module.def("attention", &attention);
 
+  module.def("best", &best);
+  module.def("choose", &choose);
+  module.def("score", &score);
   module.def("read_rates", &read_rates);
   module.def("product_rate", &product_rate);
 }

@@ -2,6 +2,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "logits.h"
 #include "probe.h"
 #include "rope.h"
 
@@ -14,9 +15,9 @@
 namespace octavo {
 namespace {
 
-#define TABLE(name)                                                                    \
-  constexpr Kernels name##_table = {#name, &name::linear_kernels, &name::rope_kernels, \
-                                    &name::attention_kernels, &name::probe_kernels};
+#define TABLE(name)                                                                                             \
+  constexpr Kernels name##_table = {#name, &name::linear_kernels, &name::rope_kernels, &name::attention_kernels, \
+                                   &name::logit_kernels, &name::probe_kernels};
 OCTAVO_VARIANTS(TABLE)
 #undef TABLE
 

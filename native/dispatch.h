@@ -23,6 +23,7 @@ namespace octavo {
 struct LinearKernels;
 struct RopeKernels;
 struct AttentionKernels;
+struct LogitKernels;
 struct ProbeKernels;
 
 struct Kernels {
@@ -30,6 +31,7 @@ struct Kernels {
   const LinearKernels* linear;
   const RopeKernels* rope;
   const AttentionKernels* attention;
+  const LogitKernels* logit;
   const ProbeKernels* probe;
 };
 

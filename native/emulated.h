@@ -129,6 +129,9 @@ OCTAVO_EMULATE __m512i _mm512_loadu_si512(const void* p) {
 OCTAVO_EMULATE void _mm512_storeu_si512(void* p, __m512i a) { memcpy(p, &a, sizeof a); }
 OCTAVO_EMULATE __m512i _mm512_and_si512(__m512i a, __m512i b) { return a & b; }
 OCTAVO_EMULATE __m512i _mm512_xor_si512(__m512i a, __m512i b) { return a ^ b; }
+OCTAVO_EMULATE __m512i _mm512_mullo_epi32(__m512i a, __m512i b) {
+  return same_bits<__m512i>(same_bits<U32>(a) * same_bits<U32>(b));
+}
 OCTAVO_EMULATE __m512i _mm512_add_epi32(__m512i a, __m512i b) {
   return same_bits<__m512i>(same_bits<U32>(a) + same_bits<U32>(b));
 }

@@ -11,17 +11,19 @@ namespace {
 
 // ── inputs ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-// 32 inputs of a row as int8, with all that a product needs to know of them: one cache line.
+// 32 inputs of a row as int8, with all that a product needs to know of them: one cache line. Code i of half h stands for
+// codes[i] · factor[h] · scale.
 struct alignas(64) QuantGroup {
   int8_t codes[GROUP];  // -127 … 127
   float scale;
-  float sum;               // scale · sum of codes
+  float sum;               // scale · sum of codes · factor
   float half_sum[2];       // the same for either half
   int32_t offset;          // -128 · sum of codes: takes back the 128 that makes signed weights unsigned
-  int32_t half_offset[2];
+  int32_t half_offset[2];  // the same for either half
+  int16_t factor[2];       // 1 unless the inputs are fine
 };
 
-// A row's QuantGroups or bf16 values are this many groups apart: an odd number, so that rows spread over the cache's sets.
+// A row's bf16 values are this many groups apart: an odd number, so that rows spread over the cache's sets.
 OCTAVO_INLINE size_t row_groups(size_t groups) { return groups | 1; }
 
 #if OCTAVO_LEVEL == 3
@@ -31,41 +33,61 @@ using BF16 = float;  // rounded to bf16, kept as float
 #endif
 
 struct Inputs {
-  QuantGroup* quantized;  // [rows][row_groups]; a fine row is followed by the row of its remainders
+  QuantGroup* quantized;  // [rows / TILE_ROWS][groups][TILE_ROWS]
   BF16* rounded;          // [rows][row_groups][32]
-  size_t stride;          // row_groups
+  size_t groups;
+  size_t stride;  // row_groups
 };
 
-void quantize(const float* x, size_t groups, QuantGroup* out) {
-  for (size_t g = 0; g < groups; ++g, x += GROUP) {
-    const f32x16 a = load(x), b = load(x + LANES);
-    // As integers, magnitudes order like the floats they are and NaN is largest, so that it spoils the row's result.
-    const float amax = largest_magnitude(max(bits(magnitude(a)), bits(magnitude(b))));
-    const bool nothing = amax < 1e-30f;
-    const f32x16 inverse = broadcast(nothing ? 0.0f : 127.0f / amax);
-    const f32x16 qa = round(a * inverse), qb = round(b * inverse);
-    const f32x16 ca = where_nan(qa, zero(), qa), cb = where_nan(qb, zero(), qb);
-    store_low8(out[g].codes, to_int(ca));
-    store_low8(out[g].codes + LANES, to_int(cb));
-    const float sums[2] = {sum(ca), sum(cb)};
-    const float scale = nothing ? 0.0f : amax / 127.0f;
-    out[g].scale = scale;
-    out[g].sum = scale * (sums[0] + sums[1]);
-    for (int half = 0; half < 2; ++half) {
-      out[g].half_sum[half] = scale * sums[half];
-      out[g].half_offset[half] = -128 * static_cast<int32_t>(sums[half]);
-    }
-    out[g].offset = out[g].half_offset[0] + out[g].half_offset[1];
+// Rows that meet a block of weights together. Their QuantGroups lie together too, so that a panel of rows is one stream.
+#if OCTAVO_LEVEL == 3
+constexpr int TILE_ROWS = 16;
+#elif OCTAVO_LEVEL == 2
+constexpr int TILE_ROWS = 8;
+#else
+constexpr int TILE_ROWS = 4;
+#endif
+
+// How often a half's largest magnitude can be doubled, up to 7 times, before it exceeds the group's.
+int doublings(float half, float group) {
+  int n = 0;
+  for (; n < 7 && half * 2.0f <= group; ++n) {
+    half *= 2.0f;
   }
+  return n;
 }
 
-// x minus what its codes stand for; may be in place.
-void remainder(const float* x, size_t groups, const QuantGroup* in, float* out) {
-  for (size_t g = 0; g < groups; ++g, x += GROUP, out += GROUP) {
-    const f32x16 scale = broadcast(-in[g].scale);
-    for (size_t half = 0; half < GROUP; half += LANES) {
-      store(out + half, fma(to_float(load_i8(in[g].codes + half)), scale, load(x + half)));
+template <bool FINE>
+void quantize(const float* x, size_t groups, QuantGroup* out) {
+  for (size_t g = 0; g < groups; ++g, x += GROUP, out += TILE_ROWS) {
+    const f32x16 half[2] = {load(x), load(x + LANES)};
+    const i32x16 size[2] = {bits(magnitude(half[0])), bits(magnitude(half[1]))};
+    // As integers, magnitudes order like the floats they are and NaN is largest, so that it spoils the row's result.
+    const float amax = largest_magnitude(max(size[0], size[1]));
+    const bool nothing = amax < 1e-30f;
+    const float inverse = nothing ? 0.0f : 127.0f / amax;
+    int finer[2] = {0, 0};
+    if (FINE && !nothing) {
+      finer[0] = doublings(largest_magnitude(size[0]), amax);
+      finer[1] = doublings(largest_magnitude(size[1]), amax);
     }
+    const int finest = finer[0] > finer[1] ? finer[0] : finer[1];
+    const float scale = nothing ? 0.0f : amax / 127.0f / static_cast<float>(1 << finest);
+    float sums[2];
+    for (int h = 0; h < 2; ++h) {
+      const f32x16 q = round(half[h] * broadcast(inverse * static_cast<float>(1 << finer[h])));
+      const f32x16 codes = where_nan(q, zero(), q);
+      store_low8(out->codes + static_cast<size_t>(h) * LANES, to_int(codes));
+      const float sum_of_codes = sum(codes);
+      const int factor = 1 << (finest - finer[h]);
+      sums[h] = sum_of_codes * static_cast<float>(factor);
+      out->factor[h] = static_cast<int16_t>(factor);
+      out->half_sum[h] = scale * sums[h];
+      out->half_offset[h] = -128 * static_cast<int32_t>(sum_of_codes);
+    }
+    out->scale = scale;
+    out->sum = scale * (sums[0] + sums[1]);
+    out->offset = out->half_offset[0] + out->half_offset[1];
   }
 }
 
@@ -80,155 +102,44 @@ void round_to_bf16(const float* x, size_t groups, BF16* out) {
   }
 }
 
-// ── integer products of one group: sums[row][half] += weights · codes, in every lane an output ─────────────────────────
+// ── integer products of one group: sums[row][half] = weights · codes · factor, in every lane an output ─────────────────
 
 template <int CODES>
 constexpr int HALVES = CODES == Format::W8_GROUP16 ? 2 : 1;
 
+// Sums that a kernel keeps apart: fine inputs have a factor for each half.
+template <int CODES, bool FINE>
+constexpr int PARTS = FINE ? 2 : HALVES<CODES>;
+
 template <int CODES>
 constexpr size_t GROUP_BYTES = CODES == Format::W4 ? 256 : CODES == Format::BF16 ? 1024 : 512;
 
-OCTAVO_INLINE int32_t run_of(const QuantGroup& group, int run) {
-  int32_t four;
-  memcpy(&four, group.codes + 4 * run, 4);
-  return four;
+// What a part's sum begins with where signed weights are taken as unsigned.
+template <int CODES, bool FINE>
+OCTAVO_INLINE i32x16 first_sum(const QuantGroup& group, int part) {
+  return broadcast_int(CODES == Format::W4 ? 0 : PARTS<CODES, FINE> == 2 ? group.half_offset[part] : group.offset);
 }
 
-#if OCTAVO_LEVEL >= 2
-
-constexpr int MAX_ROWS = 8;
-
-template <int CODES, int R>
-OCTAVO_INLINE void dot(const uint8_t* weights, const QuantGroup* in, size_t stride, i32x16 (&sums)[R][HALVES<CODES>]) {
-  __m512i w[8];
-  if constexpr (CODES == Format::W4) {
-    const __m512i low = _mm512_set1_epi8(15);
+// Sums of codes' products, times their factors.
+template <int CODES, bool FINE>
+OCTAVO_INLINE void scale_parts(const i32x16 (&parts)[PARTS<CODES, FINE>], const QuantGroup& group,
+                               i32x16 (&sums)[HALVES<CODES>]) {
+  if constexpr (!FINE) {
     OCTAVO_UNROLL
-    for (int j = 0; j < 4; ++j) {
-      const __m512i both = _mm512_loadu_si512(weights + 64 * j);
-      w[j] = _mm512_and_si512(both, low);
-      w[j + 4] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
-    }
-  } else {
-    const __m512i sign = _mm512_set1_epi8(-128);  // signed + 128 is unsigned; `offset` takes it back
-    OCTAVO_UNROLL
-    for (int j = 0; j < 8; ++j) {
-      w[j] = _mm512_xor_si512(_mm512_loadu_si512(weights + 64 * j), sign);
-    }
-  }
-  OCTAVO_UNROLL
-  for (int r = 0; r < R; ++r) {
-    const QuantGroup& group = in[r * stride];
-    if constexpr (CODES == Format::W4) {
-      sums[r][0].v = _mm512_setzero_si512();
-    } else if constexpr (CODES == Format::W8) {
-      sums[r][0].v = _mm512_set1_epi32(group.offset);
-    } else {
-      sums[r][0].v = _mm512_set1_epi32(group.half_offset[0]);
-      sums[r][1].v = _mm512_set1_epi32(group.half_offset[1]);
-    }
-  }
-  OCTAVO_UNROLL
-  for (int j = 0; j < 8; ++j) {
-    OCTAVO_UNROLL
-    for (int r = 0; r < R; ++r) {
-      __m512i& sum = sums[r][HALVES<CODES> == 2 ? j / 4 : 0].v;
-      sum = _mm512_dpbusd_epi32(sum, w[j], _mm512_set1_epi32(run_of(in[r * stride], j)));
-    }
-  }
-}
-
-#elif OCTAVO_LEVEL == 1
-
-constexpr int MAX_ROWS = 4;
-
-template <int CODES, int R>
-OCTAVO_INLINE void dot(const uint8_t* weights, const QuantGroup* in, size_t stride, i32x16 (&sums)[R][HALVES<CODES>]) {
-  const __m256i ones = _mm256_set1_epi16(1);
-  if constexpr (CODES == Format::W4) {
-    const __m256i low = _mm256_set1_epi8(15);
-    // int16 sums of 16 products of at most 15 · 127: below 32768
-    __m256i lo[R], hi[R];
-    OCTAVO_UNROLL
-    for (int r = 0; r < R; ++r) {
-      lo[r] = hi[r] = _mm256_setzero_si256();
-    }
-    OCTAVO_UNROLL
-    for (int j = 0; j < 4; ++j) {
-      const i32x16 both = load_int(weights + 64 * j);
-      const __m256i wl = _mm256_and_si256(both.lo, low), wh = _mm256_and_si256(both.hi, low);
-      OCTAVO_UNROLL
-      for (int r = 0; r < R; ++r) {
-        const __m256i a = _mm256_set1_epi32(run_of(in[r * stride], j));
-        lo[r] = _mm256_add_epi16(lo[r], _mm256_maddubs_epi16(wl, a));
-        hi[r] = _mm256_add_epi16(hi[r], _mm256_maddubs_epi16(wh, a));
-      }
-      const __m256i ul = _mm256_and_si256(_mm256_srli_epi16(both.lo, 4), low);
-      const __m256i uh = _mm256_and_si256(_mm256_srli_epi16(both.hi, 4), low);
-      OCTAVO_UNROLL
-      for (int r = 0; r < R; ++r) {
-        const __m256i a = _mm256_set1_epi32(run_of(in[r * stride], j + 4));
-        lo[r] = _mm256_add_epi16(lo[r], _mm256_maddubs_epi16(ul, a));
-        hi[r] = _mm256_add_epi16(hi[r], _mm256_maddubs_epi16(uh, a));
-      }
-    }
-    OCTAVO_UNROLL
-    for (int r = 0; r < R; ++r) {
-      sums[r][0] = {_mm256_madd_epi16(lo[r], ones), _mm256_madd_epi16(hi[r], ones)};
-    }
-  } else {
-    OCTAVO_UNROLL
-    for (int r = 0; r < R; ++r) {
-      OCTAVO_UNROLL
-      for (int half = 0; half < HALVES<CODES>; ++half) {
-        sums[r][half] = broadcast_int(0);
-      }
-    }
-    OCTAVO_UNROLL
-    for (int j = 0; j < 8; ++j) {
-      const i32x16 w = load_int(weights + 64 * j);
-      const __m256i wl = _mm256_abs_epi8(w.lo), wh = _mm256_abs_epi8(w.hi);  // -128 becomes an unsigned 128
-      OCTAVO_UNROLL
-      for (int r = 0; r < R; ++r) {
-        const __m256i a = _mm256_set1_epi32(run_of(in[r * stride], j));
-        // pairs are at most 2 · 128 · 127: below 32768
-        const __m256i pl = _mm256_maddubs_epi16(wl, _mm256_sign_epi8(a, w.lo));
-        const __m256i ph = _mm256_maddubs_epi16(wh, _mm256_sign_epi8(a, w.hi));
-        i32x16& sum = sums[r][HALVES<CODES> == 2 ? j / 4 : 0];
-        sum = sum + i32x16{_mm256_madd_epi16(pl, ones), _mm256_madd_epi16(ph, ones)};
-      }
-    }
-  }
-}
-
-#else
-
-constexpr int MAX_ROWS = 4;
-
-template <int CODES, int R>
-OCTAVO_INLINE void dot(const uint8_t* weights, const QuantGroup* in, size_t stride, i32x16 (&sums)[R][HALVES<CODES>]) {
-  for (int r = 0; r < R; ++r) {
-    const QuantGroup& group = in[r * stride];
     for (int half = 0; half < HALVES<CODES>; ++half) {
-      sums[r][half] = broadcast_int(0);
+      sums[half] = parts[half];
     }
-    for (int run = 0; run < 8; ++run) {
-      int32_t* sum = sums[r][HALVES<CODES> == 2 ? run / 4 : 0].v;
-      const uint8_t* w = weights + (CODES == Format::W4 ? run % 4 : run) * 64;
-      for (size_t lane = 0; lane < LANES; ++lane) {
-        for (int i = 0; i < 4; ++i) {
-          const uint8_t byte = w[4 * lane + i];
-          const int code = CODES != Format::W4 ? static_cast<int8_t>(byte) : run < 4 ? byte & 15 : byte >> 4;
-          sum[lane] += code * group.codes[4 * run + i];
-        }
-      }
+  } else {
+    const i32x16 first = parts[0] * broadcast_int(group.factor[0]);
+    const i32x16 second = parts[1] * broadcast_int(group.factor[1]);
+    if constexpr (HALVES<CODES> == 2) {
+      sums[0] = first;
+      sums[1] = second;
+    } else {
+      sums[0] = first + second;
     }
   }
 }
-
-#endif
-
-// ── a block of weights times R rows: y[row][lane] ──────────────────────────────────────────────────────────────────────
 
 template <bool WIDE>
 OCTAVO_INLINE f32x16 load_scales(const uint8_t* at, size_t group) {
@@ -277,23 +188,238 @@ OCTAVO_INLINE void prefetch(const uint8_t* next_block, size_t group) {
   }
 }
 
-template <int CODES, bool MINIMUM, bool WIDE, int R>
-OCTAVO_INLINE void quantized_rows(const Segment& segment, const uint8_t* block, const QuantGroup* in, size_t stride,
-                                  float (*y)[LANES]) {
+OCTAVO_INLINE int32_t run_of(const QuantGroup& group, int run) {
+  int32_t four;
+  memcpy(&four, group.codes + 4 * run, 4);
+  return four;
+}
+
+#if OCTAVO_LEVEL >= 2
+
+template <int CODES, bool FINE, int R>
+OCTAVO_INLINE void dot(const uint8_t* weights, const QuantGroup* in, i32x16 (&sums)[R][HALVES<CODES>]) {
+  __m512i w[8];
+  if constexpr (CODES == Format::W4) {
+    const __m512i low = _mm512_set1_epi8(15);
+    OCTAVO_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      const __m512i both = _mm512_loadu_si512(weights + 64 * j);
+      w[j] = _mm512_and_si512(both, low);
+      w[j + 4] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+    }
+  } else {
+    const __m512i sign = _mm512_set1_epi8(-128);  // signed + 128 is unsigned; the offset takes it back
+    OCTAVO_UNROLL
+    for (int j = 0; j < 8; ++j) {
+      w[j] = _mm512_xor_si512(_mm512_loadu_si512(weights + 64 * j), sign);
+    }
+  }
+  i32x16 parts[R][PARTS<CODES, FINE>];
+  OCTAVO_UNROLL
+  for (int r = 0; r < R; ++r) {
+    OCTAVO_UNROLL
+    for (int part = 0; part < PARTS<CODES, FINE>; ++part) {
+      parts[r][part] = first_sum<CODES, FINE>(in[r], part);
+    }
+  }
+  OCTAVO_UNROLL
+  for (int j = 0; j < 8; ++j) {
+    OCTAVO_UNROLL
+    for (int r = 0; r < R; ++r) {
+      __m512i& sum = parts[r][PARTS<CODES, FINE> == 2 ? j / 4 : 0].v;
+      sum = _mm512_dpbusd_epi32(sum, w[j], _mm512_set1_epi32(run_of(in[r], j)));
+    }
+  }
+  OCTAVO_UNROLL
+  for (int r = 0; r < R; ++r) {
+    scale_parts<CODES, FINE>(parts[r], in[r], sums[r]);
+  }
+}
+
+#elif OCTAVO_LEVEL == 1
+
+// 1 for all inputs, or the factor of a row's half, to multiply pairs of 16-bit sums with.
+template <bool FINE>
+OCTAVO_INLINE __m256i factors(const QuantGroup& group, int half, int times = 1) {
+  return _mm256_set1_epi16(static_cast<int16_t>(FINE ? group.factor[half] * times : times));
+}
+
+template <int CODES, bool FINE, int R>
+OCTAVO_INLINE void dot(const uint8_t* weights, const QuantGroup* in, i32x16 (&sums)[R][HALVES<CODES>]) {
+  const __m256i low = _mm256_set1_epi8(15);
+  __m256i lo[R], hi[R];
+  OCTAVO_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const int to = HALVES<CODES> == 2 ? half : 0;
+    OCTAVO_UNROLL
+    for (int r = 0; r < R && half == to; ++r) {
+      sums[r][to] = broadcast_int(0);
+    }
+    OCTAVO_UNROLL
+    for (int r = 0; r < R && (FINE || half == 0); ++r) {
+      lo[r] = hi[r] = _mm256_setzero_si256();
+    }
+    OCTAVO_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      if constexpr (CODES == Format::W4) {
+        const i32x16 both = load_int(weights + 64 * j);
+        const __m256i wl = _mm256_and_si256(half ? _mm256_srli_epi16(both.lo, 4) : both.lo, low);
+        const __m256i wh = _mm256_and_si256(half ? _mm256_srli_epi16(both.hi, 4) : both.hi, low);
+        OCTAVO_UNROLL
+        for (int r = 0; r < R; ++r) {
+          const __m256i a = _mm256_set1_epi32(run_of(in[r], 4 * half + j));
+          lo[r] = _mm256_add_epi16(lo[r], _mm256_maddubs_epi16(wl, a));  // 16 products of at most 15 · 127: below 32768
+          hi[r] = _mm256_add_epi16(hi[r], _mm256_maddubs_epi16(wh, a));
+        }
+      } else {
+        const i32x16 w = load_int(weights + 64 * (4 * half + j));
+        const __m256i wl = _mm256_abs_epi8(w.lo), wh = _mm256_abs_epi8(w.hi);  // -128 becomes an unsigned 128
+        OCTAVO_UNROLL
+        for (int r = 0; r < R; ++r) {
+          const __m256i a = _mm256_set1_epi32(run_of(in[r], 4 * half + j));
+          const __m256i factor = factors<FINE>(in[r], half);
+          // pairs are at most 2 · 128 · 127: below 32768
+          const __m256i pl = _mm256_maddubs_epi16(wl, _mm256_sign_epi8(a, w.lo));
+          const __m256i ph = _mm256_maddubs_epi16(wh, _mm256_sign_epi8(a, w.hi));
+          sums[r][to] = sums[r][to] + i32x16{_mm256_madd_epi16(pl, factor), _mm256_madd_epi16(ph, factor)};
+        }
+      }
+    }
+    OCTAVO_UNROLL
+    for (int r = 0; r < R && CODES == Format::W4 && (FINE || half == 1); ++r) {
+      const __m256i factor = factors<FINE>(in[r], half);
+      sums[r][0] = sums[r][0] + i32x16{_mm256_madd_epi16(lo[r], factor), _mm256_madd_epi16(hi[r], factor)};
+    }
+  }
+}
+
+// ── the same from a block unpacked for many rows: its codes as planes of 4 bits, its scales as float32 ────────────────
+
+template <int CODES>
+constexpr size_t WORTH_UNPACKING = CODES == Format::W4 ? 48 : 16;  // rows
+
+template <int CODES>
+constexpr size_t PLANES = CODES == Format::W4 ? 1 : 2;
+
+template <int CODES, bool MINIMUM, bool WIDE>
+Segment unpack(const Segment& segment, const uint8_t* block, uint8_t* out) {
+  const __m256i low = _mm256_set1_epi8(15), sign = _mm256_set1_epi8(-128);
+  Segment unpacked = segment;
+  unpacked.scales_at = segment.groups * PLANES<CODES> * 512;
+  unpacked.minimums_at = unpacked.scales_at + segment.groups * HALVES<CODES> * LANES * sizeof(float);
+  for (size_t g = 0; g < segment.groups; ++g) {
+    const uint8_t* in = block + g * GROUP_BYTES<CODES>;
+    uint8_t* first = out + g * PLANES<CODES> * 512;
+    for (size_t i = 0; i < GROUP_BYTES<CODES>; i += 32) {
+      __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + i));
+      both = CODES == Format::W4 ? both : _mm256_xor_si256(both, sign);
+      const size_t high = CODES == Format::W4 ? 256 : 512;  // the other half of the group, or the other plane
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(first + i), _mm256_and_si256(both, low));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(first + i + high), _mm256_and_si256(_mm256_srli_epi16(both, 4), low));
+    }
+    Scales<CODES, MINIMUM, WIDE> scales;
+    scales.load_group(segment, block, g);
+    for (int half = 0; half < HALVES<CODES>; ++half) {
+      const size_t at = (g * HALVES<CODES> + static_cast<size_t>(half)) * LANES * sizeof(float);
+      store(reinterpret_cast<float*>(out + unpacked.scales_at + at), scales.scale[half]);
+      if constexpr (MINIMUM) {
+        store(reinterpret_cast<float*>(out + unpacked.minimums_at + at), scales.minimum[half]);
+      }
+    }
+  }
+  return unpacked;
+}
+
+template <int CODES, bool FINE, int R>
+OCTAVO_INLINE void dot_planes(const uint8_t* planes, const QuantGroup* in,
+                              i32x16 (&sums)[R][HALVES<CODES>]) {
+  constexpr int RUNS = 8 / PARTS<CODES, FINE>;
+  OCTAVO_UNROLL
+  for (int part = 0; part < PARTS<CODES, FINE>; ++part) {
+    const int to = HALVES<CODES> == 2 ? part : 0;
+    OCTAVO_UNROLL
+    for (int plane = 0; plane < static_cast<int>(PLANES<CODES>); ++plane) {
+      asm("" : "+r"(in));  // else the inputs of a plane are kept, in memory, for the next
+      __m256i lo[R], hi[R];
+      OCTAVO_UNROLL
+      for (int j = 0; j < RUNS; ++j) {
+        const i32x16 w = load_int(planes + 512 * plane + 64 * (RUNS * part + j));
+        OCTAVO_UNROLL
+        for (int r = 0; r < R; ++r) {
+          const __m256i a = _mm256_set1_epi32(run_of(in[r], RUNS * part + j));
+          const __m256i pl = _mm256_maddubs_epi16(w.lo, a), ph = _mm256_maddubs_epi16(w.hi, a);
+          lo[r] = j ? _mm256_add_epi16(lo[r], pl) : pl;  // 16 products of at most 15 · 127: below 32768
+          hi[r] = j ? _mm256_add_epi16(hi[r], ph) : ph;
+        }
+      }
+      OCTAVO_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const __m256i factor = factors<FINE>(in[r], part, plane ? 16 : 1);
+        const i32x16 sum = {_mm256_madd_epi16(lo[r], factor), _mm256_madd_epi16(hi[r], factor)};
+        sums[r][to] = plane || part != to ? sums[r][to] + sum : sum;
+      }
+    }
+    OCTAVO_UNROLL
+    for (int r = 0; r < R && CODES != Format::W4; ++r) {
+      const QuantGroup& group = in[r];
+      const int32_t offset = PARTS<CODES, FINE> == 1 ? group.offset : group.half_offset[part] * group.factor[part];
+      sums[r][to] = sums[r][to] + broadcast_int(offset);
+    }
+  }
+}
+
+#else
+
+template <int CODES, bool FINE, int R>
+OCTAVO_INLINE void dot(const uint8_t* weights, const QuantGroup* in, i32x16 (&sums)[R][HALVES<CODES>]) {
+  for (int r = 0; r < R; ++r) {
+    const QuantGroup& group = in[r];
+    i32x16 parts[PARTS<CODES, FINE>] = {};
+    for (int run = 0; run < 8; ++run) {
+      int32_t* sum = parts[PARTS<CODES, FINE> == 2 ? run / 4 : 0].v;
+      const uint8_t* w = weights + (CODES == Format::W4 ? run % 4 : run) * 64;
+      for (size_t lane = 0; lane < LANES; ++lane) {
+        for (int i = 0; i < 4; ++i) {
+          const uint8_t byte = w[4 * lane + i];
+          const int code = CODES != Format::W4 ? static_cast<int8_t>(byte) : run < 4 ? byte & 15 : byte >> 4;
+          sum[lane] += code * group.codes[4 * run + i];
+        }
+      }
+    }
+    scale_parts<CODES, FINE>(parts, group, sums[r]);
+  }
+}
+
+#endif
+
+// ── a block of weights times R rows: y[row][lane] ──────────────────────────────────────────────────────────────────────
+
+template <int CODES, bool MINIMUM, bool WIDE, bool FINE, bool UNPACKED, int R>
+OCTAVO_INLINE void quantized_rows(const Segment& segment, const uint8_t* block, const uint8_t* next,
+                                  const QuantGroup* in, float (*y)[LANES]) {
   f32x16 acc[R];
   OCTAVO_UNROLL
   for (int r = 0; r < R; ++r) {
     acc[r] = zero();
   }
   for (size_t g = 0; g < segment.groups; ++g) {
-    prefetch<CODES, MINIMUM, WIDE>(block + segment.block_bytes, g);
     i32x16 sums[R][HALVES<CODES>];
-    dot<CODES, R>(block + g * GROUP_BYTES<CODES>, in + g, stride, sums);
-    Scales<CODES, MINIMUM, WIDE> scales;
+    if (next) {
+      prefetch<CODES, MINIMUM, WIDE>(next, g);
+    }
+#if OCTAVO_LEVEL == 1
+    if constexpr (UNPACKED) {
+      dot_planes<CODES, FINE, R>(block + g * PLANES<CODES> * 512, in + g * TILE_ROWS, sums);
+    }
+#endif
+    if constexpr (!UNPACKED) {
+      dot<CODES, FINE, R>(block + g * GROUP_BYTES<CODES>, in + g * TILE_ROWS, sums);
+    }
+    Scales<CODES, MINIMUM, WIDE || UNPACKED> scales;
     scales.load_group(segment, block, g);
     OCTAVO_UNROLL
     for (int r = 0; r < R; ++r) {
-      acc[r] = scales.add(acc[r], sums[r], in[r * stride + g]);
+      acc[r] = scales.add(acc[r], sums[r], in[g * TILE_ROWS + r]);
     }
   }
   OCTAVO_UNROLL
@@ -363,15 +489,14 @@ struct Tiles {
   }
 };
 
-constexpr int TILE_ROWS = 16;
 constexpr int WORTH_A_TILE = 9;  // rows; fewer go through byte dot products
 
 template <int CODES, int T>
-OCTAVO_INLINE void tile_product(const uint8_t* weights, const QuantGroup* in, size_t stride, int half,
+OCTAVO_INLINE void tile_product(const uint8_t* weights, const QuantGroup* in, int half,
                                 int32_t (*sums)[LANES]) {
   constexpr int A = 4 + T % 2, B = 6 + T % 2;
   tile_zero<T>();
-  tile_load<A>(in->codes + 16 * half, stride * sizeof(QuantGroup));
+  tile_load<A>(in->codes + 16 * half, sizeof(QuantGroup));
   tile_load<B>(weights + 256 * half, 64);
   if constexpr (CODES == Format::W4) {
     tile_dpbsud<T, A, B>();
@@ -393,10 +518,10 @@ void unpack(const Segment& segment, const uint8_t* block, uint8_t* out) {
   }
 }
 
-template <int CODES, bool MINIMUM, bool WIDE>
+template <int CODES, bool MINIMUM, bool WIDE, bool FINE>
 void quantized_tile(const Segment& segment, const uint8_t* block, const uint8_t* codes, const QuantGroup* in,
-                    size_t stride, bool first, float (*y)[LANES]) {
-  constexpr int N = 4 / HALVES<CODES>;  // groups under way at once
+                    const uint8_t* next, float (*y)[LANES]) {
+  constexpr int P = PARTS<CODES, FINE>, N = 4 / P;  // groups under way at once
   constexpr size_t BYTES = 512;
   alignas(64) int32_t sums[4][TILE_ROWS][LANES];
   f32x16 acc[TILE_ROWS];
@@ -406,33 +531,35 @@ void quantized_tile(const Segment& segment, const uint8_t* block, const uint8_t*
   }
   for (size_t g = 0; g < segment.groups; g += N) {
     const size_t left = segment.groups - g;
-    if constexpr (HALVES<CODES> == 2) {
-      tile_product<CODES, 0>(codes + g * BYTES, in + g, stride, 0, sums[0]);
-      tile_product<CODES, 1>(codes + g * BYTES, in + g, stride, 1, sums[1]);
+    if constexpr (P == 2) {
+      tile_product<CODES, 0>(codes + g * BYTES, in + g * TILE_ROWS, 0, sums[0]);
+      tile_product<CODES, 1>(codes + g * BYTES, in + g * TILE_ROWS, 1, sums[1]);
       if (left > 1) {
-        tile_product<CODES, 2>(codes + (g + 1) * BYTES, in + g + 1, stride, 0, sums[2]);
-        tile_product<CODES, 3>(codes + (g + 1) * BYTES, in + g + 1, stride, 1, sums[3]);
+        tile_product<CODES, 2>(codes + (g + 1) * BYTES, in + (g + 1) * TILE_ROWS, 0, sums[2]);
+        tile_product<CODES, 3>(codes + (g + 1) * BYTES, in + (g + 1) * TILE_ROWS, 1, sums[3]);
       }
     } else {
-      tile_product<CODES, 0>(codes + g * BYTES, in + g, stride, 0, sums[0]);
-      if (left > 1) tile_product<CODES, 1>(codes + (g + 1) * BYTES, in + g + 1, stride, 0, sums[1]);
-      if (left > 2) tile_product<CODES, 2>(codes + (g + 2) * BYTES, in + g + 2, stride, 0, sums[2]);
-      if (left > 3) tile_product<CODES, 3>(codes + (g + 3) * BYTES, in + g + 3, stride, 0, sums[3]);
+      tile_product<CODES, 0>(codes + g * BYTES, in + g * TILE_ROWS, 0, sums[0]);
+      if (left > 1) tile_product<CODES, 1>(codes + (g + 1) * BYTES, in + (g + 1) * TILE_ROWS, 0, sums[1]);
+      if (left > 2) tile_product<CODES, 2>(codes + (g + 2) * BYTES, in + (g + 2) * TILE_ROWS, 0, sums[2]);
+      if (left > 3) tile_product<CODES, 3>(codes + (g + 3) * BYTES, in + (g + 3) * TILE_ROWS, 0, sums[3]);
     }
     for (size_t n = 0; n < (left < N ? left : N); ++n) {
-      if (first) {
-        prefetch<CODES, MINIMUM, WIDE>(block + segment.block_bytes, g + n);
+      if (next) {
+        prefetch<CODES, MINIMUM, WIDE>(next, g + n);
       }
       Scales<CODES, MINIMUM, WIDE> scales;
       scales.load_group(segment, block, g + n);
       OCTAVO_UNROLL
       for (int r = 0; r < TILE_ROWS; ++r) {
-        i32x16 row[HALVES<CODES>];
+        const QuantGroup& group = in[(g + n) * TILE_ROWS + static_cast<size_t>(r)];
+        i32x16 parts[P], row[HALVES<CODES>];
         OCTAVO_UNROLL
-        for (int half = 0; half < HALVES<CODES>; ++half) {
-          row[half] = load_int(sums[n * HALVES<CODES> + static_cast<size_t>(half)][r]);
+        for (int part = 0; part < P; ++part) {
+          parts[part] = load_int(sums[n * P + static_cast<size_t>(part)][r]);
         }
-        acc[r] = scales.add(acc[r], row, in[r * stride + g + n]);
+        scale_parts<CODES, FINE>(parts, group, row);
+        acc[r] = scales.add(acc[r], row, group);
       }
     }
   }
@@ -459,47 +586,62 @@ void bf16_tile(const Segment& segment, const uint8_t* block, const uint16_t* in,
 
 #else
 struct Tiles {};
-constexpr int TILE_ROWS = MAX_ROWS;
 #endif
 
 // What a thread keeps while the rows pass by a block.
 struct Work {
   Tiles& tiles;
-  uint8_t* bytes;        // room for a block's 4-bit codes unpacked
-  const uint8_t* block;  // the block that the last rows met
+  uint8_t* bytes;         // room for a block unpacked
+  size_t rows;            // that will meet each block
+  const uint8_t* block;   // the one that rows met last
+  Segment unpacked;       // how
 };
 
 // Rows first … first + rows - 1 (at most TILE_ROWS) times a block. Inputs have room for TILE_ROWS rows from `first` on.
 using BlockKernel = void (*)(const Segment&, const uint8_t* block, const Inputs&, size_t first, int rows, Work&,
                              float (*y)[LANES]);
 
-template <int CODES, bool MINIMUM, bool WIDE>
+template <int CODES, bool MINIMUM, bool WIDE, bool FINE>
 void quantized_block(const Segment& segment, const uint8_t* block, const Inputs& inputs, size_t first, int rows,
                      [[maybe_unused]] Work& work, float (*y)[LANES]) {
-  const QuantGroup* in = inputs.quantized + first * inputs.stride;
+  const QuantGroup* in = inputs.quantized + first * inputs.groups;  // first is a multiple of TILE_ROWS
+  const uint8_t* next = work.block == block ? nullptr : block + segment.block_bytes;
+#define OCTAVO_ROWS(R, UNPACKED, segment, block)                                                                     \
+  for (; rows >= R; rows -= R, y += R, in += R) {                                                    \
+    quantized_rows<CODES, MINIMUM, WIDE, FINE, UNPACKED, R>(segment, block, next, in, y);             \
+    next = nullptr;                                                                                                  \
+  }
 #if OCTAVO_LEVEL == 3
   if (rows >= WORTH_A_TILE) {
-    const bool first = work.block != block;
-    work.block = block;
-    if (CODES == Format::W4 && first) {
+    if (CODES == Format::W4 && next) {
       unpack(segment, block, work.bytes);
     }
-    work.tiles.configure(GROUP / HALVES<CODES>, GROUP / HALVES<CODES>);
-    quantized_tile<CODES, MINIMUM, WIDE>(segment, block, CODES == Format::W4 ? work.bytes : block, in, inputs.stride,
-                                         first, y);
+    constexpr int BYTES = GROUP / PARTS<CODES, FINE>;
+    work.tiles.configure(BYTES, BYTES);
+    quantized_tile<CODES, MINIMUM, WIDE, FINE>(segment, block, CODES == Format::W4 ? work.bytes : block, in,
+                                               next, y);
+    work.block = block;
+    return;
+  }
+#elif OCTAVO_LEVEL == 1
+  if (work.rows >= WORTH_UNPACKING<CODES>) {
+    if (next) {
+      work.unpacked = unpack<CODES, MINIMUM, WIDE>(segment, block, work.bytes);
+    }
+    OCTAVO_ROWS(4, true, work.unpacked, work.bytes)
+    OCTAVO_ROWS(2, true, work.unpacked, work.bytes)
+    OCTAVO_ROWS(1, true, work.unpacked, work.bytes)
+    work.block = block;
     return;
   }
 #endif
-#define OCTAVO_ROWS(R)                                                                            \
-  for (; rows >= R; rows -= R, y += R, in += R * inputs.stride) {                                 \
-    quantized_rows<CODES, MINIMUM, WIDE, R>(segment, block, in, inputs.stride, y);                \
-  }
 #if OCTAVO_LEVEL >= 2
-  OCTAVO_ROWS(8)
+  OCTAVO_ROWS(8, false, segment, block)
 #endif
-  OCTAVO_ROWS(4)
-  OCTAVO_ROWS(2)
-  OCTAVO_ROWS(1)
+  OCTAVO_ROWS(4, false, segment, block)
+  OCTAVO_ROWS(2, false, segment, block)
+  OCTAVO_ROWS(1, false, segment, block)
+  work.block = block;
 #undef OCTAVO_ROWS
 }
 
@@ -525,40 +667,43 @@ void bf16_block(const Segment& segment, const uint8_t* block, const Inputs& inpu
 #endif
 }
 
+template <bool FINE>
 constexpr BlockKernel BLOCK_KERNELS[Format::COUNT] = {
-    quantized_block<Format::W4, false, false>,         quantized_block<Format::W4, false, true>,
-    quantized_block<Format::W4, true, false>,          quantized_block<Format::W4, true, true>,
-    quantized_block<Format::W8, false, false>,         quantized_block<Format::W8, false, true>,
-    quantized_block<Format::W8, true, false>,          quantized_block<Format::W8, true, true>,
-    quantized_block<Format::W8_GROUP16, false, false>, quantized_block<Format::W8_GROUP16, false, true>,
-    quantized_block<Format::W8_GROUP16, true, false>,  quantized_block<Format::W8_GROUP16, true, true>,
+    quantized_block<Format::W4, false, false, FINE>,         quantized_block<Format::W4, false, true, FINE>,
+    quantized_block<Format::W4, true, false, FINE>,          quantized_block<Format::W4, true, true, FINE>,
+    quantized_block<Format::W8, false, false, FINE>,         quantized_block<Format::W8, false, true, FINE>,
+    quantized_block<Format::W8, true, false, FINE>,          quantized_block<Format::W8, true, true, FINE>,
+    quantized_block<Format::W8_GROUP16, false, false, FINE>, quantized_block<Format::W8_GROUP16, false, true, FINE>,
+    quantized_block<Format::W8_GROUP16, true, false, FINE>,  quantized_block<Format::W8_GROUP16, true, true, FINE>,
     bf16_block,
 };
 
 // ── a whole linear ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+// A block unpacked: at most two bytes for each code, and two scales and minimums for each group and output.
+constexpr size_t UNPACKED_GROUP = 2 * 512 + 4 * LANES * sizeof(float);
 
 constexpr size_t PANEL_BYTES = 512 << 10;  // inputs that stay in a core's second-level cache while weights pass by
 
 OCTAVO_INLINE size_t up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 
 struct Layout {  // of the scratch memory
-  size_t groups, stride, codes_a_row, padded_rows;
+  size_t groups, stride, padded_rows;
   bool quantized, rounded;
   size_t rounded_at, threads_at, thread_bytes, row_floats, bytes;
 
   Layout(const Linear& linear, size_t rows, int num_threads) {
     groups = up(linear.inputs, GROUP) / GROUP;
     stride = row_groups(groups);
-    codes_a_row = linear.fine ? 2 : 1;
-    padded_rows = up(rows * codes_a_row, TILE_ROWS);
+    padded_rows = up(rows, TILE_ROWS);
     quantized = rounded = false;
     for (size_t i = 0; i < linear.num_segments; ++i) {
       (linear.segments[i].format.codes == Format::BF16 ? rounded : quantized) = true;
     }
-    rounded_at = quantized ? padded_rows * stride * sizeof(QuantGroup) : 0;
+    rounded_at = quantized ? padded_rows * groups * sizeof(QuantGroup) : 0;
     threads_at = rounded_at + (rounded ? padded_rows * stride * GROUP * sizeof(BF16) : 0);
     row_floats = groups * GROUP;
-    thread_bytes = row_floats * sizeof(float) + 2 * groups * 512 + 4096;  // a row, two blocks unpacked, a gap
+    thread_bytes = row_floats * sizeof(float) + 2 * groups * UNPACKED_GROUP + 4096;  // a row, two blocks, a gap
     bytes = threads_at + static_cast<size_t>(num_threads) * thread_bytes;
   }
 };
@@ -594,12 +739,9 @@ void prepare_row(const Job& job, size_t row, float* padded) {
     round_to_bf16(x, job.layout.groups, job.inputs.rounded + row * job.layout.stride * GROUP);
   }
   if (job.layout.quantized) {
-    QuantGroup* out = job.inputs.quantized + row * job.layout.codes_a_row * job.layout.stride;
-    quantize(x, job.layout.groups, out);
-    if (call.linear->fine) {
-      remainder(x, job.layout.groups, out, padded);
-      quantize(padded, job.layout.groups, out + job.layout.stride);
-    }
+    const auto round = call.linear->fine ? quantize<true> : quantize<false>;
+    const size_t tile = row / TILE_ROWS * TILE_ROWS;
+    round(x, job.layout.groups, job.inputs.quantized + tile * job.layout.groups + row % TILE_ROWS);
   }
 }
 
@@ -620,16 +762,6 @@ Place place_of(const Linear& linear, size_t index) {
           left < BLOCK ? left : BLOCK};
 }
 
-// `rows` rows from `first` on times a block; fine inputs have two rows of codes each, whose results are added.
-void multiply(const Job& job, const Place& place, size_t first, int rows, Work& work, float (*y)[LANES]) {
-  const int format = place.segment->format.index();
-  const size_t n = place.segment->format.codes == Format::BF16 ? 1 : job.layout.codes_a_row;
-  BLOCK_KERNELS[format](*place.segment, place.block, job.inputs, first * n, rows * static_cast<int>(n), work, y);
-  for (int r = 0; n == 2 && r < rows; ++r) {
-    store(y[r], load(y[2 * r]) + load(y[2 * r + 1]));
-  }
-}
-
 OCTAVO_INLINE f32x16 result(const Linear& linear, const float* y, size_t column) {
   return linear.bias ? load(y) + load(linear.bias + column) : load(y);
 }
@@ -641,14 +773,15 @@ void product(const Job& job, size_t begin, size_t end, int thread) {
   const bool gate_up = call.epilogue == LinearCall::GATE_UP;
   const size_t out_columns = gate_up ? linear.outputs / 2 : linear.outputs;
   const size_t num_blocks = gate_up ? linear.num_blocks / 2 : linear.num_blocks;
-  const size_t row_bytes = job.layout.stride * sizeof(QuantGroup) * job.layout.codes_a_row;
-  const size_t tile = TILE_ROWS / job.layout.codes_a_row;
+  const BlockKernel* kernels = linear.fine ? BLOCK_KERNELS<true> : BLOCK_KERNELS<false>;
+  const size_t row_bytes = job.layout.groups * sizeof(QuantGroup);
   const size_t fit = PANEL_BYTES / row_bytes / TILE_ROWS * TILE_ROWS;
   const size_t panel = fit ? fit : TILE_ROWS;
 
   Tiles tiles;
   uint8_t* bytes = reinterpret_cast<uint8_t*>(job.own(thread) + job.layout.row_floats * sizeof(float));
-  Work work{tiles, bytes, nullptr}, up_work{tiles, bytes + job.layout.groups * 512, nullptr};
+  Work work{tiles, bytes, call.rows, nullptr, {}};
+  Work up_work{tiles, bytes + job.layout.groups * UNPACKED_GROUP, call.rows, nullptr, {}};
   alignas(64) float y[TILE_ROWS][LANES], up_y[TILE_ROWS][LANES];
 
   for (size_t panel_start = 0; panel_start < call.rows; panel_start += panel) {
@@ -656,12 +789,14 @@ void product(const Job& job, size_t begin, size_t end, int thread) {
     for (size_t b = begin; b < end; ++b) {
       const Place place = place_of(linear, b);
       const Place up_place = place_of(linear, gate_up ? b + num_blocks : b);
-      for (size_t row = panel_start; row < panel_end; row += tile) {
+      const BlockKernel kernel = kernels[place.segment->format.index()];
+      const BlockKernel up_kernel = kernels[up_place.segment->format.index()];
+      for (size_t row = panel_start; row < panel_end; row += TILE_ROWS) {
         const size_t left = panel_end - row;
-        const int rows = static_cast<int>(left < tile ? left : tile);
-        multiply(job, place, row, rows, work, y);
+        const int rows = static_cast<int>(left < TILE_ROWS ? left : TILE_ROWS);
+        kernel(*place.segment, place.block, job.inputs, row, rows, work, y);
         if (gate_up) {
-          multiply(job, up_place, row, rows, up_work, up_y);
+          up_kernel(*up_place.segment, up_place.block, job.inputs, row, rows, up_work, up_y);
         }
         for (size_t r = 0; r < static_cast<size_t>(rows); ++r) {
           float* out = call.out + (row + r) * out_columns + place.column;
@@ -686,7 +821,7 @@ void product(const Job& job, size_t begin, size_t end, int thread) {
 void run(const LinearCall& call, void* scratch, Pool& pool) {
   Job job{call, static_cast<char*>(scratch), Layout(*call.linear, call.rows, pool.size()), {}};
   job.inputs = {reinterpret_cast<QuantGroup*>(job.scratch),
-                reinterpret_cast<BF16*>(job.scratch + job.layout.rounded_at), job.layout.stride};
+                reinterpret_cast<BF16*>(job.scratch + job.layout.rounded_at), job.layout.groups, job.layout.stride};
   pool.run(
       call.rows,
       [](void* context, size_t begin, size_t end, int thread) {

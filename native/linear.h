@@ -6,8 +6,9 @@
 //                          For each group, ascending: acc = fma(sum of codes · codes, weight scale · input scale, acc), then,
 //                          where the weights have minimums, acc = fma(minimum, input scale · sum of input codes, acc).
 //                          Sums of codes are exact integers. Weight groups of 16 split a group's sums in two.
-//                          Fine inputs are rounded twice: what the first rounding leaves is a second row of codes, and the
-//                          result is the sum of both rows' results.
+//                          Fine inputs have a scale for each half of 16: the larger is the group's, the other a half, a
+//                          quarter … a 128th of it. Codes count as code · factor in units of the finer of the two, so that a
+//                          group's sum stays one integer.
 //   bf16 weights           Inputs are rounded to bf16. For every 32 inputs the even-numbered and the odd-numbered products
 //                          are chains of fma from 0; acc += even + odd. (This is what AMX does: TDPBF16PS in Intel's manual.)
 //

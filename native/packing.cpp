@@ -91,14 +91,17 @@ void pack_quantized(const Segment& segment, size_t first, size_t rows, const uin
     uint8_t* block = segment.data + output / BLOCK * segment.block_bytes;
     const size_t lane = output % BLOCK;
     const uint8_t* in = codes + row * segment.inputs;
-    for (size_t run = 0; run < segment.inputs / 4; ++run) {  // inputs are a multiple of 16
-      if (segment.format.codes == Format::W4) {
-        uint8_t* out = block + run / 8 * 256 + run % 4 * 64 + lane * 4;
-        for (size_t i = 0; i < 4; ++i) {
-          out[i] |= static_cast<uint8_t>((in[4 * run + i] & 15) << (run % 8 < 4 ? 0 : 4));
-        }
-      } else {
-        std::memcpy(block + run / 8 * 512 + run % 8 * 64 + lane * 4, in + 4 * run, 4);
+    if (segment.format.codes == Format::W4) {
+      for (size_t pair = 0; pair < segment.inputs / 8; ++pair) {  // of runs, j and j + 4 of a group
+        uint32_t low, high;
+        std::memcpy(&low, in + pair / 4 * GROUP + pair % 4 * 4, 4);
+        std::memcpy(&high, in + pair / 4 * GROUP + pair % 4 * 4 + GROUP / 2, 4);
+        const uint32_t both = (low & 0x0f0f0f0f) | (high & 0x0f0f0f0f) << 4;
+        std::memcpy(block + pair * 64 + lane * 4, &both, 4);
+      }
+    } else {
+      for (size_t run = 0; run < segment.inputs / 4; ++run) {  // inputs are a multiple of 16
+        std::memcpy(block + run * 64 + lane * 4, in + 4 * run, 4);
       }
     }
     for (size_t g = 0; g < num_scales; ++g) {

@@ -58,6 +58,7 @@ OCTAVO_INLINE i32x16 broadcast_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
 OCTAVO_INLINE i32x16 load_int(const void* p) { return {_mm512_loadu_si512(p)}; }
 OCTAVO_INLINE void store_int(void* p, i32x16 a) { _mm512_storeu_si512(p, a.v); }
 OCTAVO_INLINE i32x16 operator+(i32x16 a, i32x16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
+OCTAVO_INLINE i32x16 operator*(i32x16 a, i32x16 b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
 OCTAVO_INLINE i32x16 operator&(i32x16 a, i32x16 b) { return {_mm512_and_si512(a.v, b.v)}; }
 OCTAVO_INLINE i32x16 max(i32x16 a, i32x16 b) { return {_mm512_max_epi32(a.v, b.v)}; }
 template <int N>
@@ -143,6 +144,9 @@ OCTAVO_INLINE void store_int(void* p, i32x16 a) {
 }
 OCTAVO_INLINE i32x16 operator+(i32x16 a, i32x16 b) {
   return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)};
+}
+OCTAVO_INLINE i32x16 operator*(i32x16 a, i32x16 b) {
+  return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)};
 }
 OCTAVO_INLINE i32x16 operator&(i32x16 a, i32x16 b) {
   return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)};
@@ -245,6 +249,9 @@ OCTAVO_INLINE i32x16 load_int(const void* p) {
 OCTAVO_INLINE void store_int(void* p, i32x16 a) { memcpy(p, a.v, sizeof a.v); }
 OCTAVO_INLINE i32x16 operator+(i32x16 a, i32x16 b) {
   OCTAVO_LANEWISE(i32x16, static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) + static_cast<uint32_t>(b.v[i])));
+}
+OCTAVO_INLINE i32x16 operator*(i32x16 a, i32x16 b) {  // the low halves of the products
+  OCTAVO_LANEWISE(i32x16, static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) * static_cast<uint32_t>(b.v[i])));
 }
 OCTAVO_INLINE i32x16 operator&(i32x16 a, i32x16 b) { OCTAVO_LANEWISE(i32x16, a.v[i] & b.v[i]); }
 OCTAVO_INLINE i32x16 max(i32x16 a, i32x16 b) { OCTAVO_LANEWISE(i32x16, a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }

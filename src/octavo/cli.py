@@ -152,8 +152,10 @@ PANELS = {
     **dict.fromkeys(("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"), "HTTPS"),
     **dict.fromkeys(("served_model_name", "chat_template", "max_logprobs"), "API"),
     **dict.fromkeys(("api_key", "share_prefixes"), "Keys"),
-    **dict.fromkeys(("max_body_bytes", "max_prompts_per_request", "max_queued_requests"), "Limits"),
-    **dict.fromkeys(("header_timeout", "body_timeout", "timeout_keep_alive", "drain_timeout"), "Limits"),
+    **dict.fromkeys(("max_body_bytes", "max_prompts_per_request", "max_queued_requests", "max_connections"), "Limits"),
+    **dict.fromkeys(
+        ("header_timeout", "body_timeout", "timeout_keep_alive", "drain_timeout", "step_timeout"), "Limits"
+    ),
     **dict.fromkeys(("disable_log_requests", "log_prompts", "metrics_namespace"), "Watching"),
 }
 

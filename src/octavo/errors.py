@@ -7,6 +7,7 @@ OctavoError
 ├── ModelError          a model's file is missing, corrupt or unsupported; `.path` names it
 ├── Overloaded          too many requests are queued: try again later
 ├── EngineDead          the engine's process is gone, or going
+├── RequestFailed       computing one request went wrong: a fault in Octavo itself
 └── AuditError          page accounting does not add up: a fault in Octavo itself
 """
 
@@ -49,6 +50,10 @@ class Overloaded(OctavoError):
 
 class EngineDead(OctavoError):
     """The process that computes is gone, or is being stopped; what was asked of it is lost."""
+
+
+class RequestFailed(OctavoError):
+    """Computing a request went wrong; nobody else is affected."""
 
 
 class AuditError(OctavoError, AssertionError):

@@ -13,14 +13,16 @@ from octavo.engine import process
 from octavo.engine.runner import ModelRunner
 from octavo.types import StepPlan, StepResult
 
-RAISE, EXIT, SEGFAULT, HANG = 1, 2, 3, 4
+RAISE, EXIT, SEGFAULT, HANG, BREAK = 1, 2, 3, 4, 5
 EXIT_CODE = 77
 CAUSE = "the matrix is on fire"
 
 execute = ModelRunner.execute
+broken = False
 
 
 def break_or_execute(self: ModelRunner, plan: StepPlan) -> StepResult:
+    global broken
     for first in [piece.token_ids[0] for piece in plan.slices if piece.start == 0]:
         if first == RAISE:
             raise RuntimeError(CAUSE)
@@ -30,6 +32,9 @@ def break_or_execute(self: ModelRunner, plan: StepPlan) -> StepResult:
             os.kill(os.getpid(), 11)
         if first == HANG:
             time.sleep(600)
+        broken |= first == BREAK
+    if broken:
+        raise RuntimeError(CAUSE)
     time.sleep(float(os.environ.get("STEP_S", "0")))
     return execute(self, plan)
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,15 @@ from octavo.engine import async_llm
 from octavo.engine.async_llm import AsyncLLM, RequestStream
 from octavo.engine.llm import LLM
 from octavo.engine.process import Abort, Add, Channel, Command, Finish, Frames, Stop, framed
-from octavo.errors import ConfigError, EngineDead, InvalidRequest, ModelError, Overloaded, RequestTooLarge
+from octavo.errors import (
+    ConfigError,
+    EngineDead,
+    InvalidRequest,
+    ModelError,
+    Overloaded,
+    RequestFailed,
+    RequestTooLarge,
+)
 from octavo.types import Guide, Output, Request, SamplingParams
 
 CONFIG = EngineConfig(kv_cache_memory_bytes=1 << 20, block_size=4, num_threads=1)
@@ -93,8 +101,14 @@ def at_rest(llm: AsyncLLM) -> bool:
     return (stats.num_running, stats.num_waiting, stats.pages_referenced) == (0, 0, 0) and stats.num_pages > 0
 
 
-async def read(stream: RequestStream) -> list[Output]:
+async def read(stream: RequestStream[Output]) -> list[Output]:
     return [output async for output in stream]
+
+
+def tokens(outputs: list[Output]) -> list[tuple[int, int]]:
+    """(choice, token) of all of them, in the order of the choices."""
+    news = [(output.index, token.token_id) for output in outputs for token in output.new_tokens]
+    return sorted(news, key=lambda one: one[0])
 
 
 async def answer(llm: AsyncLLM, request: Request) -> list[Output]:
@@ -132,11 +146,11 @@ def test_many_requests_at_once_are_answered_as_offline(model: Path) -> None:
             assert sorted(by_choice) == [choice.index for choice in offline.outputs]
             for choice in offline.outputs:
                 news = by_choice[choice.index]
-                tokens = [token for output in news for token in output.new_tokens]
-                assert [token.token_id for token in tokens] == choice.token_ids
+                drawn = [token for output in news for token in output.new_tokens]
+                assert [token.token_id for token in drawn] == choice.token_ids
                 assert news[-1].finish_reason == choice.finish_reason
                 assert news[-1].score == choice.score
-                for token, scores in zip(tokens, choice.logprobs or (), strict=choice.logprobs is not None):
+                for token, scores in zip(drawn, choice.logprobs or (), strict=choice.logprobs is not None):
                     assert scores[token.token_id].logprob == token.logprob
                     assert {top for top, _ in token.top} <= set(scores)
             scored = by_choice[0][0].prompt_logprobs or ()
@@ -145,8 +159,8 @@ def test_many_requests_at_once_are_answered_as_offline(model: Path) -> None:
                 assert scores[token.token_id].logprob == token.logprob
         await until(lambda: at_rest(llm))
         stats = llm.stats()
-        assert stats.prompt_tokens == sum(map(len, prompts))
-        assert stats.queried_tokens > 0
+        assert stats.scheduler.prompt_tokens == sum(map(len, prompts))
+        assert stats.cache.queried_tokens > 0
         assert sum(stats.finished.values()) == sum(wanted.n for wanted in params)
 
     drive(work, model)
@@ -286,9 +300,9 @@ def test_abort_at_every_stage_gives_everything_back(slow: None, model: Path) -> 
         await until(lambda: at_rest(llm))
         assert llm.num_open == 0
         assert llm.stats().finished == {"abort": 4}
-        generated = llm.stats().generation_tokens
+        generated = llm.stats().scheduler.generation_tokens
         assert len(await answer(llm, Request("streaming", prompt(4), SHORT))) == 5  # the id is free again
-        assert llm.stats().generation_tokens == generated + 5
+        assert llm.stats().scheduler.generation_tokens == generated + 5
 
     drive(work, model, config)
 
@@ -297,15 +311,15 @@ def test_a_choice_is_finished_early(model: Path) -> None:
     async def work(llm: AsyncLLM) -> None:
         params = SamplingParams(n=3, seed=1, max_tokens=100, ignore_eos=True)
         with pytest.raises(ValueError, match="has not begun"):
-            RequestStream(llm, Request("new", prompt(5), params)).finish(0)
+            RequestStream(llm, Request("new", prompt(5), params), lambda *news: None).finish(0)
         stream = await llm.submit(Request("r", prompt(5), params))
         counts = [0, 0, 0]
         async for output in stream:
-            assert counts[1] < 3 or output.index != 1
             counts[output.index] += 1
             if counts[1] == 3:
                 stream.finish(1)
-        assert counts == [100, 3, 100]
+        assert counts[0] == counts[2] == 100
+        assert 3 <= counts[1] < 100
         assert llm.stats().finished == {"length": 2, "stop": 1}
         await until(lambda: at_rest(llm))
 
@@ -326,6 +340,42 @@ def test_who_does_not_read_holds_nobody_up_and_misses_nothing(model: Path) -> No
         assert llm.num_open == 0
         assert [output.new_tokens for output in await read(lazy[3])] == [output.new_tokens for output in eager]
         assert [len(await read(stream)) for stream in lazy] == [300, 300, 300, 0, 300, 300, 300, 300]
+
+    drive(work, model)
+
+
+def test_outputs_are_taken_as_they_come(model: Path) -> None:
+    """However late they are read; what the taker ends, says and raises counts at once."""
+
+    async def work(llm: AsyncLLM) -> None:
+        counts = [0, 0]
+
+        def take(stream: RequestStream[str], output: Output, now: float) -> str | None:
+            assert now == stream.last_token_at
+            counts[output.index] += 1
+            if counts[output.index] == 4 + output.index:
+                stream.finish(output.index)
+            return f"{output.index}" if counts[output.index] != 2 else None
+
+        lazy = await llm.submit(Request("r", prompt(5), replace(LONG, n=2)), take)
+        await until(lambda: llm.num_open == 0)
+        await until(lambda: at_rest(llm))
+        assert counts == [4, 5]
+        assert llm.stats().finished == {"stop": 2}
+        assert sorted([item async for item in lazy]) == ["0"] * 3 + ["1"] * 4
+
+        def refuse(stream: RequestStream[str], output: Output, now: float) -> str:
+            if output.index:
+                raise LookupError("no such thing")
+            return "first"
+
+        broken = await llm.submit(Request("r", prompt(5), replace(LONG, n=2)), refuse)
+        await until(lambda: llm.num_open == 0)
+        await until(lambda: at_rest(llm))
+        assert await anext(broken) == "first"
+        with pytest.raises(LookupError, match="no such thing"):
+            await anext(broken)
+        assert llm.stats().finished == {"stop": 2, "error": 2}
 
     drive(work, model)
 
@@ -352,7 +402,6 @@ def test_times_are_in_order(slow: None, model: Path) -> None:
 @pytest.mark.parametrize(
     ("poison", "cause"),
     [
-        (faulty_engine.RAISE, f"RuntimeError: {faulty_engine.CAUSE}"),
         (faulty_engine.EXIT, f"ended with code {faulty_engine.EXIT_CODE}"),
         (faulty_engine.SEGFAULT, "killed by signal 11"),
     ],
@@ -364,7 +413,7 @@ def test_a_crash_is_told_to_all_and_mended_once(
 
     async def work(llm: AsyncLLM) -> None:
         right = await answer(llm, Request("before", prompt(9), SHORT))
-        tokens = llm.stats().generation_tokens
+        generated = llm.stats().scheduler.generation_tokens
         pids = [pid_of(llm)]
         streams = [await llm.submit(Request(f"r{i}", prompt(5, i), LONG)) for i in range(3)]
         seen = [await anext(stream) for stream in streams]
@@ -374,7 +423,6 @@ def test_a_crash_is_told_to_all_and_mended_once(
                 seen += await read(stream)
         assert llm.num_open == 0
         assert cause in caplog.text
-        assert poison != faulty_engine.RAISE or "break_or_execute" in caplog.text  # with the trace
         assert not llm.healthy
         assert fatal == []
 
@@ -383,7 +431,7 @@ def test_a_crash_is_told_to_all_and_mended_once(
         assert llm.healthy
         assert llm.num_restarts == 1
         await until(lambda: at_rest(llm))
-        assert llm.stats().generation_tokens >= tokens + 3 + 5  # counters do not go back
+        assert llm.stats().scheduler.generation_tokens >= generated + 3 + 5  # counters do not go back
         assert llm.stats().finished == {"length": 10 // 5, "error": 4}
         pids.append(pid_of(llm))
 
@@ -398,6 +446,70 @@ def test_a_crash_is_told_to_all_and_mended_once(
         assert all(pid_is_gone(pid) for pid in pids)
 
     drive(work, model, on_fatal=fatal.append)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_only_one_request_breaks_ends_only_that(
+    faulty: None, model: Path, caplog: pytest.LogCaptureFixture, alone: bool
+) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        params = SamplingParams(n=2, seed=3, temperature=1, max_tokens=300, ignore_eos=True)
+        asked = [] if alone else [Request(f"r{i}", prompt(5, i), params) for i in range(3)]
+        right = [await answer(llm, request) for request in asked]
+        streams = [await llm.submit(request) for request in asked]
+        for _ in range(2):
+            with pytest.raises(RequestFailed, match=f"RuntimeError: {faulty_engine.CAUSE}"):
+                await answer(llm, Request("poison", [faulty_engine.RAISE, 5, 6], LONG))
+        for stream, expected in zip(streams, right, strict=True):
+            assert tokens(await read(stream)) == tokens(expected)
+        assert (llm.num_open, llm.num_restarts) == (0, 0)
+        assert "break_or_execute" in caplog.text  # the trace
+        assert len(await answer(llm, Request("poison", prompt(3), SHORT))) == 5
+        await until(lambda: at_rest(llm))
+        assert llm.stats().finished["error"] == 2
+
+    drive(work, model)
+
+
+def test_an_engine_that_can_compute_nothing_crashes(
+    faulty: None, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        for error in (RequestFailed, RequestFailed, EngineDead):
+            with pytest.raises(error, match=f"RuntimeError: {faulty_engine.CAUSE}"):
+                await answer(llm, Request("r", [faulty_engine.BREAK, 5], SHORT))
+        assert caplog.records[-1].message.endswith(f"RuntimeError: {faulty_engine.CAUSE}")
+        assert len(await answer(llm, Request("after", prompt(9), SHORT))) == 5
+        assert llm.num_restarts == 1
+
+    drive(work, model)
+
+
+def test_an_engine_that_hangs_is_as_one_that_died(
+    faulty: None, model: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        await asyncio.sleep(1.2)  # without work it may be as silent as it likes
+        assert llm.num_restarts == 0
+        beside = await llm.submit(Request("beside", prompt(5), LONG))
+        hung = await llm.submit(Request("hung", [faulty_engine.HANG, 5, 6], SHORT))
+        for stream in (hung, beside):
+            with pytest.raises(EngineDead, match="no step ended within 1 s"):
+                await read(stream)
+        assert "no step ended" in caplog.text
+        assert len(await answer(llm, Request("after", prompt(9), SHORT))) == 5
+        assert llm.num_restarts == 1
+
+    drive(work, model, step_timeout=1.0)
+    assert "break_or_execute" in capfd.readouterr().err  # where it was
+
+
+def test_a_long_answer_is_no_hang(slow: None, model: Path) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        assert len(await answer(llm, Request("r", prompt(5), LONG))) == 300
+        assert llm.num_restarts == 0
+
+    drive(work, model, step_timeout=1.0)
 
 
 def test_an_engine_that_cannot_be_started_again_is_fatal(

@@ -15,6 +15,7 @@ from octavo.engine import guide as module
 from octavo.engine.guide import MAX_COMPILED, Guides
 from octavo.engine.sampler import Sampler
 from octavo.errors import InvalidRequest
+from octavo.ops.reference import ReferenceOps
 from octavo.types import MAX_GUIDE_CHARS, Draw, Guide, SamplingParams, Slice
 
 from .conftest import END, OTHER_END, TinyCheckpoint, byte_tokenizer
@@ -377,9 +378,10 @@ def draw_with(logits, allowed, **fields):
     mask[allowed] = True
     row = np.float32(logits)
     before = row.copy()
-    token = Sampler((5, 6), VOCAB).draw(row, Draw(guided(DATE, **fields), 1, array("i", [1, 2]), 1, 0), mask).token_id
+    draw = Draw(guided(DATE, **fields), 1, array("i", [1, 2]), 1, 0)
+    [sampled] = Sampler(ReferenceOps(), (5, 6)).sample(row[None], [(0, draw)], lambda _: mask)
     np.testing.assert_array_equal(row, before)
-    return token
+    return sampled.token_id
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

@@ -6,7 +6,9 @@ from itertools import islice, pairwise
 import numpy as np
 import pytest
 
-from octavo.engine.sampler import Sampler, uniform
+from octavo.engine.sampler import Sampler, Target, uniform
+from octavo.ops.cpu import CpuOps
+from octavo.ops.reference import ReferenceOps
 from octavo.types import Draw, SamplingParams
 
 VOCAB = 1000
@@ -23,8 +25,25 @@ def draw_of(params, token_ids=(1, 2, 3), num_prompt_tokens=None, seed=5):
     return Draw(params, seed, tokens, num_prompt, params.logprobs or 0)
 
 
-def sampler(vocab=VOCAB):
-    return Sampler((EOS,), vocab)
+OPS = {"reference": ReferenceOps(), "cpu": CpuOps(2)}
+
+
+class OneRow(Sampler):
+    """Asked about one row at a time."""
+
+    def draw(self, logits, draw):
+        [sampled] = self.sample(logits[None], [(0, draw)])
+        return sampled
+
+    def score(self, logits, token, num_top):
+        [scored] = self.sample(logits[None], [(0, Target(token, num_top))])
+        return scored
+
+
+@pytest.fixture(params=OPS)
+def sampler(request):
+    """Makes samplers for one backend."""
+    return lambda eos=(EOS,): OneRow(OPS[request.param], eos)
 
 
 def log_softmax(logits):
@@ -108,7 +127,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_draw_is_what_the_definitions_say(name):
+def test_a_draw_is_what_the_definitions_say(sampler, name):
     params = SamplingParams(**CASES[name])
     chosen = set()
     for seed in range(40):
@@ -130,10 +149,10 @@ def test_a_draw_is_what_the_definitions_say(name):
     ],
     ids=lambda params: f"k{params.top_k} p{params.top_p} m{params.min_p}",
 )
-def test_frequencies_are_the_probabilities(params):
+def test_frequencies_are_the_probabilities(sampler, params):
     """Chi-square over 20,000 draws; each bound is the mean plus five deviations."""
     logits = row(1, spread=2.0, vocab=60)
-    one = Sampler((), 60)
+    one = sampler(())
     counts = np.zeros(60)
     number = 20_000
     tokens = array("i", [0])
@@ -176,31 +195,33 @@ def test_noise_is_a_splitmix64_stream():
         assert [uniform(seed, position) for position in range(50)] == [(next(stream) >> 11) / 2**53 for _ in range(50)]
 
 
-def test_a_draw_depends_on_its_row_alone():
+def test_a_draw_depends_on_its_row_alone(sampler):
     """The same row draws the same, bit for bit, after any others, at any address, and leaves its logits alone."""
     logits = row(3, vocab=4999)
     everything = [SamplingParams(logprobs=5, **fields) for fields in CASES.values()]
     draws = [draw_of(params, TOKENS, 4) for params in everything]
-    alone = [sampler(4999).draw(logits.copy(), draw) for draw in draws]
-    one = sampler(4999)
+    alone = [sampler().draw(logits.copy(), draw) for draw in draws]
+    one = sampler()
     for shift in range(1, 8):
         block = np.empty(4999 * 3 + shift, np.float32)[shift:].reshape(3, 4999)
         block[:] = row(9, vocab=3 * 4999).reshape(3, 4999)
         block[1] = logits
+        together = [(row, draw) for row in (0, 1, 2) for draw in draws]
+        assert one.sample(block, together)[len(draws) : 2 * len(draws)] == alone
         for draw, before in zip(reversed(draws), reversed(alone), strict=True):
             one.draw(block[0], draw)
             assert one.draw(block[1], draw) == before
         assert (block[1] == logits).all()
 
 
-def test_sequences_may_grow_after_a_draw():
+def test_sequences_may_grow_after_a_draw(sampler):
     tokens = array("i", TOKENS)
     params = SamplingParams(repetition_penalty=1.2, frequency_penalty=0.1)
     sampled = sampler().draw(row(), Draw(params, 0, tokens, 4, 0))
     tokens.append(sampled.token_id)
 
 
-def test_the_noise_of_a_position_is_its_own():
+def test_the_noise_of_a_position_is_its_own(sampler):
     params = SamplingParams(temperature=3.0)
     tokens = [sampler().draw(row(), draw_of(params, [1] * length, 1)).token_id for length in range(1, 30)]
     assert len(set(tokens)) > 20
@@ -208,7 +229,7 @@ def test_the_noise_of_a_position_is_its_own():
 
 @pytest.mark.parametrize("spread", [0.1, 3.0, 50.0, 1e4])
 @pytest.mark.parametrize("num_top", [0, 1, 2, 20, 1024])
-def test_log_probabilities_are_of_the_raw_logits(spread, num_top):
+def test_log_probabilities_are_of_the_raw_logits(sampler, spread, num_top):
     logits = row(4, spread)
     truth = log_softmax(logits)
     params = SamplingParams(temperature=2.0, logprobs=num_top, logit_bias={3: 50.0}, repetition_penalty=1.5, top_k=5)
@@ -221,11 +242,11 @@ def test_log_probabilities_are_of_the_raw_logits(spread, num_top):
     assert all(left >= right for (_, left), (_, right) in pairwise(sampled.top))
 
 
-def test_log_probabilities_are_left_out_unless_asked_for():
+def test_log_probabilities_are_left_out_unless_asked_for(sampler):
     assert sampler().draw(row(), draw_of(SamplingParams()))[1:] == (0.0, 0, ())
 
 
-def test_a_score_is_of_the_given_token():
+def test_a_score_is_of_the_given_token(sampler):
     logits = row(2)
     one = sampler()
     for token in (0, 5, VOCAB - 1):
@@ -236,7 +257,7 @@ def test_a_score_is_of_the_given_token():
         assert len(scored.top) == 3
 
 
-def test_a_beams_draw_is_the_best_tokens():
+def test_a_beams_draw_is_the_best_tokens(sampler):
     logits = row(6)
     draw = Draw(SamplingParams(use_beam_search=True, repetition_penalty=2.0), 0, array("i", [1]), 1, 8)
     sampled = sampler().draw(logits, draw)
@@ -245,7 +266,7 @@ def test_a_beams_draw_is_the_best_tokens():
     assert sampled.logprob == sampled.top[0][1]
 
 
-def test_equal_logits_go_by_token_id():
+def test_equal_logits_go_by_token_id(sampler):
     logits = np.full(VOCAB, 0.5, np.float32)
     logits[2] = -0.0
     logits[3] = 0.0
@@ -261,7 +282,7 @@ EVERY = [SamplingParams(logprobs=3, **fields) for fields in CASES.values()]
 
 
 @pytest.mark.parametrize("params", EVERY, ids=CASES)
-def test_broken_rows_are_survived(params):
+def test_broken_rows_are_survived(sampler, params):
     """NaN is impossible, +inf the largest float, a row of neither all equal; every value said is a number."""
     draw = draw_of(params, TOKENS, 4)
     for broken, choices in (
@@ -281,14 +302,14 @@ def test_broken_rows_are_survived(params):
         assert one.draw(logits, draw) == sampler().draw(logits, draw)
 
 
-def test_a_wholly_suppressed_vocabulary_still_draws():
+def test_a_wholly_suppressed_vocabulary_still_draws(sampler):
     for temperature in (0.0, 1.0):
         params = SamplingParams(min_tokens=2, stop_token_ids=range(VOCAB), temperature=temperature)
         assert sampler().draw(row(), draw_of(params)).token_id == 0
 
 
 @pytest.mark.parametrize("penalty", [1e-300, 1e3])
-def test_extreme_penalties_stay_numbers(penalty):
+def test_extreme_penalties_stay_numbers(sampler, penalty):
     params = SamplingParams(repetition_penalty=penalty, logprobs=2)
     sampled = sampler().draw(row(), draw_of(params, range(VOCAB)))
     assert np.isfinite(sampled.logprob)

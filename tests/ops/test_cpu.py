@@ -13,7 +13,7 @@ import pytest
 from octavo import _native
 from octavo.errors import ConfigError
 from octavo.ops import cpu
-from octavo.ops.api import Footprint, Quantized
+from octavo.ops.api import Footprint, Quantized, StepInputs
 from octavo.ops.cpu import CpuOps
 from octavo.ops.reference import ReferenceOps
 
@@ -41,9 +41,9 @@ class Stored:
 
 
 def embedded(ops: CpuOps, table: _native.Linear) -> Any:
-    out = _native.Matrix(table.inputs)
-    _native.embed(ops.backend, table, np.arange(table.outputs, dtype=np.int32), out)
-    return out.numpy().copy()
+    rows = np.arange(table.outputs, dtype=np.int32)
+    bounds, nothing = np.array([0, len(rows)], np.int32), np.zeros(2, np.int32)
+    return ops.embed(table, StepInputs(rows, rows, bounds, nothing[:1], nothing, rows[:0])).numpy().copy()
 
 
 def test_a_variant_that_the_machine_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

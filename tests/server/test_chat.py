@@ -187,6 +187,36 @@ def test_a_final_message_is_continued(served: Served) -> None:
     assert error["param"] == "messages"
 
 
+def test_what_is_continued_is_shown_with_echo(served: Served) -> None:
+    begun = [*HI, {"role": "assistant", "content": [{"type": "text", "text": "The colours are red, green and"}]}]
+    body: dict[str, Any] = {"continue_final_message": True, "max_tokens": 3}
+    text = served.chat(begun, **body)["choices"][0]["message"]["content"]
+    assert (
+        served.chat(begun, echo=True, **body)["choices"][0]["message"]["content"]
+        == begun[-1]["content"][0]["text"] + text
+    )  # type: ignore[index]
+    events = served.events(PATH, messages=begun, echo=True, **body)
+    assert events[0]["choices"][0]["delta"]["content"] == "The colours are red, green and"
+    assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events).endswith(text)
+    assert served.chat(HI, echo=True, max_tokens=3)["choices"] == served.chat(HI, max_tokens=3)["choices"]
+
+
+def test_the_prompt_is_told_and_scored_as_vllm_does(served: Served, llm: LLM) -> None:
+    ids = llm.tokenizer.encode_chat(HI)  # type: ignore[arg-type]
+    reply = served.chat("hi", max_tokens=3, return_token_ids=True, prompt_logprobs=1)
+    assert reply["prompt_token_ids"] == ids
+    assert len(reply["prompt_logprobs"]) == len(ids)
+    assert reply["prompt_logprobs"][0] is None
+    for token, scores in zip(ids[1:], reply["prompt_logprobs"][1:], strict=True):
+        assert scores[str(token)]["rank"] >= 1
+    assert "prompt_logprobs" not in reply["choices"][0]
+    first, *rest = served.events(PATH, messages=HI, max_tokens=3, return_token_ids=True)
+    assert first["prompt_token_ids"] == ids
+    assert [token for event in rest for token in event["choices"][0]["token_ids"]] == reply["choices"][0]["token_ids"]
+    assert all("prompt_token_ids" not in event for event in rest)
+    assert served.refused(PATH, messages=HI, prompt_logprobs=1, stream=True)["param"] == "prompt_logprobs"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_conversation_beyond_the_context_is_refused_whole(served: Served, stream: bool) -> None:
     messages = [{"role": "user", "content": "Say yes."}, {"role": "user", "content": "filler " * 16_384}]
@@ -286,4 +316,13 @@ def test_each_request_has_a_line_in_the_log(served: Served) -> None:
     assert line["completion_tokens"] == 2
     assert line["prompt_tokens"] == reply["usage"]["prompt_tokens"]
     assert 0 < line["first_token_s"] <= line["total_s"]
+    assert secret not in json.dumps(served.lines())
+    for path, status in (("/tokenize", 200), ("/version", 200), ("/no/such/path" + "x" * 200, 404), ("/health", 200)):
+        served.http.request("POST" if path == "/tokenize" else "GET", path, json={"prompt": secret})
+        [*_, line] = [line for line in served.lines() if line["logger"] == "octavo.requests"]
+        if path == "/health":
+            assert line["path"].startswith("/no/such")  # probes are not in it while all is well
+            continue
+        assert (line["path"], line["status"]) == (path if len(path) < 100 else path[:99] + "…", status)
+        assert line["client"] == "127.0.0.1"
     assert secret not in json.dumps(served.lines())

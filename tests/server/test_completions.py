@@ -348,6 +348,12 @@ def test_every_sampling_parameter_reaches_the_engine(served: Served, llm: LLM) -
         ("logit_bias", {"x": 1}),
         ("logit_bias", {"1": 101}),
         ("logit_bias", [1]),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [49152]),
+        ("allowed_token_ids", [-1]),
+        ("bad_words", ["x"]),
+        ("truncate_prompt_tokens", -2),
+        ("truncate_prompt_tokens", 1.5),
         ("min_tokens", -1),
         ("min_tokens", 17),
         ("beam_width", 65),
@@ -363,6 +369,38 @@ def test_fields_out_of_range_are_named(served: Served, field: str, value: Any) -
     assert served.refused(PATH, **{"prompt": FRANCE, field: value})["param"] == field
 
 
+def test_only_allowed_tokens_are_drawn(served: Served, llm: LLM) -> None:
+    [paris] = llm.tokenizer.encode(" Paris")
+    allowed = [paris, *llm.tokenizer.encode(" or Rome")]
+    reply = served.complete(
+        FRANCE, allowed_token_ids=allowed, max_tokens=30, temperature=2, seed=1, return_token_ids=True
+    )
+    tokens = reply["choices"][0]["token_ids"]
+    assert len(tokens) == 30  # the end is not allowed either
+    assert {paris} < set(tokens) <= set(allowed)
+    assert served.complete(FRANCE, allowed_token_ids=[paris], max_tokens=3)["choices"][0]["text"] == " Paris" * 3
+    end = served.complete(
+        FRANCE, allowed_token_ids=[paris, *llm.tokenizer.eos_token_ids], logit_bias={str(paris): -100}
+    )
+    assert (end["choices"][0]["finish_reason"], end["choices"][0]["text"]) == ("stop", "")
+    assert served.refused(PATH, prompt="a", allowed_token_ids=[1], guided_regex="a")["param"] == "allowed_token_ids"
+
+
+def test_a_prompt_is_cut_to_its_end(served: Served, small: Served, llm: LLM) -> None:
+    ids = llm.tokenizer.encode(FRANCE)
+    expected = served.complete(ids[-2:], echo=True, logprobs=0, max_tokens=4)
+    for prompt in (FRANCE, ids):
+        reply = served.complete(prompt, truncate_prompt_tokens=2, echo=True, logprobs=0, max_tokens=4)
+        assert reply["choices"] == expected["choices"]
+        assert reply["choices"][0]["text"].startswith(" France is")
+        assert reply["usage"]["prompt_tokens"] == 2
+    for most in (5, 99, -1):
+        assert served.complete(FRANCE, truncate_prompt_tokens=most)["choices"] == served.complete(FRANCE)["choices"]
+    reply = small.complete([7] * 300, truncate_prompt_tokens=-1, max_tokens=5, ignore_eos=True)
+    assert reply["usage"]["total_tokens"] == small.http.get("/v1/models").json()["data"][0]["max_model_len"]
+    assert served.refused(PATH, prompt=FRANCE, truncate_prompt_tokens=0)["param"] == "prompt"
+
+
 def test_a_vanishing_temperature_is_greedy(served: Served) -> None:
     assert served.complete(FRANCE, temperature=1e-9)["choices"] == served.complete(FRANCE)["choices"]
 
@@ -371,6 +409,8 @@ def test_null_means_the_default(served: Served) -> None:
     fields = ("n", "best_of", "top_p", "top_k", "min_p", "seed", "stop", "logit_bias", "stream", "stream_options")
     fields += ("echo", "suffix", "logprobs", "presence_penalty", "frequency_penalty", "user", "ignore_eos")
     assert served.complete(FRANCE, **dict.fromkeys(fields))["choices"] == served.complete(FRANCE)["choices"]
+    for nothing in ([], {}, ""):
+        assert served.complete(FRANCE, suffix=nothing, bad_words=nothing, logits_processors=nothing, max_tokens=1)
     assert served.complete(FRANCE, unknown_field={"is": "ignored"})["choices"] == served.complete(FRANCE)["choices"]
 
 

@@ -8,11 +8,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from tests.server.serving import Served, error_of
+from tests.server.serving import PAGE_BYTES, Served, error_of, serving, until
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
@@ -235,6 +236,50 @@ def test_what_is_no_http(small: Served, head: bytes) -> None:
         first, _, rest = ends(sock, 5).partition(b"\r\n")
     assert first == b"HTTP/1.1 400 Bad Request"
     assert json.loads(rest.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+
+
+def test_too_many_connections(model_path: Path, tmp_path: Path) -> None:
+    """What is beyond the limit is told so, or hung up on if it stays silent; what was there before goes on."""
+    options = ("--kv-cache-memory-bytes", str(20 * PAGE_BYTES), "--max-connections", "3")
+    with serving(tmp_path / "log", model_path, *options) as server:
+        server.http.get("/health")  # one that is kept
+        idle = [socket.create_connection(server.address) for _ in range(2)]
+        until(lambda: httpx.get(server.url + "/health").status_code == 503)
+        reply = httpx.post(server.url + COMPLETIONS, json={"prompt": "a", "max_tokens": 1})
+        assert (reply.status_code, reply.headers["connection"]) == (503, "close")
+        assert int(reply.headers["retry-after"]) >= 1
+        assert error_of(reply)["code"] == "too_many_connections"
+        with socket.create_connection(server.address) as silent:
+            assert ends(silent, 5) == b""
+        assert server.complete("a", max_tokens=1)["choices"]
+        idle.pop().close()
+        until(lambda: httpx.get(server.url + "/health").status_code == 200)
+        idle.pop().close()
+
+
+def test_many_more_tokens_than_the_context_has(served: Served) -> None:
+    """Texts that are longer than the context can be counted, within bounds, and nobody waits meanwhile."""
+    text, huge = "ab1!" * (1 << 17), "ab1!" * (1 << 20)
+    with asking_for_health(served):
+        reply = served.post("/tokenize", prompt=text, return_token_strs=True)
+        assert reply.status_code == 200
+        tokens = reply.json()["tokens"]
+        assert len(tokens) == len(reply.json()["token_strs"]) > 8192
+        assert served.post("/detokenize", tokens=tokens).json()["prompt"] == text
+        for body in ({"prompt": huge}, {"messages": [{"role": "user", "content": huge}]}):
+            error = served.refused("/tokenize", **body)
+            assert error["code"] == "context_length_exceeded"
+            assert "8192" in error["message"]
+
+
+def test_who_leaves_a_large_text_to_be_counted_is_forgotten(served: Served) -> None:
+    large = json.dumps({"prompt": "안녕" * (1 << 18)}, ensure_ascii=False).encode()
+    for _ in range(100):
+        served.raw(large, "/tokenize").close()
+    with served.raw(b'{"prompt": "', "/tokenize", "X-Cut: off\r\n") as cut:
+        cut.sendall(b"a")
+    assert send(served, "/tokenize", large).status_code == 200  # not behind a minute's work for the others
+    assert not [line for line in served.lines() if line["level"] == "error"]
 
 
 def test_too_much_at_once(small: Served) -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from tests.engine.faulty_engine import CAUSE, RAISE
 from tests.server.serving import PAGE_BYTES, Served, error_of, serving, until
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -114,6 +116,70 @@ def test_readers_that_are_slow_hold_up_nobody(served: Served) -> None:
         sock.close()
 
 
+@pytest.fixture(scope="module")
+def local(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
+    """A server on a Unix socket, which holds less than TCP's do: who does not read it stalls."""
+    folder = tmp_path_factory.mktemp("local")
+    options = ("--uds", str(folder / "socket"), "--max-model-len", "512", *SMALL)
+    with serving(folder / "log", model_path, *options) as server:
+        local = Local(server, folder / "socket")
+        with local.http:
+            yield local
+
+
+class Local:
+    def __init__(self, served: Served, path: Path) -> None:
+        self.served, self.path = served, path
+        self.http = httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://o", timeout=60)
+
+    def stalled(self, **body: Any) -> socket.socket:
+        """A client that has asked and does not read."""
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(str(self.path))
+        data = request(stream=True, logprobs=20, **body)
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: o\r\nContent-Type: application/json\r\n"
+        sock.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        return sock
+
+    def ends(self, reason: str) -> int:
+        found = re.search(rf'request_success_total\{{.*="{reason}".*\}} (\d+)', self.http.get("/metrics").text)
+        assert found is not None
+        return int(found[1])
+
+
+def test_a_stop_string_ends_an_answer_that_nobody_reads(local: Local) -> None:
+    body: dict[str, Any] = {"prompt": "Once", "max_tokens": 480, "ignore_eos": True, "temperature": 1, "seed": 5}
+    choice = local.http.post(COMPLETIONS, json=body | {"logprobs": 0}).json()["choices"][0]
+    text, start = choice["text"], choice["logprobs"]["text_offset"][330] - len("Once") + 4
+    stop = next(text[at : at + 12] for at in range(start, len(text)) if text.find(text[at : at + 12]) == at)
+    before, generated = local.ends("stop"), tokens_of(local.http)
+    with local.stalled(**body, stop=stop) as sock:
+        until(lambda: local.ends("stop") == before + 1, 20)
+        assert 330 <= tokens_of(local.http) - generated < 480
+        data = b""
+        while not data.endswith(b"0\r\n\r\n"):
+            data += sock.recv(1 << 16)
+    pieces = [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: {")]
+    assert "".join(piece["choices"][0]["text"] for piece in pieces) == text[: text.find(stop)]
+    assert pieces[-1]["choices"][0]["stop_reason"] == stop
+
+
+def tokens_of(http: httpx.Client) -> int:
+    found = re.search(r"generation_tokens_total\{.*\} (\d+)", http.get("/metrics").text)
+    assert found is not None
+    return int(found[1])
+
+
+def test_who_goes_before_the_answer_is_sent_is_logged_as_gone(local: Local) -> None:
+    before = local.ends("length")
+    with local.stalled(prompt="One", max_tokens=400, ignore_eos=True) as sock:
+        until(lambda: local.ends("length") == before + 1, 20)
+        head = sock.recv(4096).decode()
+    [name] = re.findall(r"x-request-id: (\S+)", head)
+    line = local.served.line(name)
+    assert (line["outcome"], line["completion_tokens"], line["finish_reasons"]) == ("disconnected", 400, {"length": 1})
+
+
 # ── the pool's limits ──
 
 
@@ -132,7 +198,7 @@ def test_prompts_of_the_pools_size(small: Served, length: int) -> None:
         assert error_of(reply)["code"] == "context_length_exceeded"
 
 
-@pytest.mark.parametrize("n", [4, 5, 16])
+@pytest.mark.parametrize("n", [4, 5, 64])
 def test_more_choices_than_places_run_in_waves(small: Served, n: int) -> None:
     reply = small.complete("Once", n=n, max_tokens=4, temperature=1.0, seed=1)
     assert [choice["index"] for choice in reply["choices"]] == list(range(n))
@@ -264,6 +330,8 @@ def test_an_engine_that_dies_is_told_everyone_and_started_once(model_path: Path,
             stream = pool.submit(streamed, server.url, prompt="One", **long)
             whole = pool.submit(httpx.post, server.url + COMPLETIONS, json={"prompt": "Two", **long}, timeout=60)
             until(lambda: server.metric("num_requests_running") == 2)
+            seen = server.metric("generation_tokens_total")
+            until(lambda seen=seen: server.metric("generation_tokens_total") > seen + 8)  # type: ignore[misc]  # the stream has begun
             [engine] = children(server.process.pid)
             os.kill(engine, signal.SIGKILL)
             *_, error, done = stream.result()
@@ -275,6 +343,45 @@ def test_an_engine_that_dies_is_told_everyone_and_started_once(model_path: Path,
                 assert server.http.get("/health").status_code == 200
         assert server.process.wait(20) == 1
         assert any("died" in line["message"] and line["level"] == "error" for line in server.lines())
+
+
+def test_an_error_of_one_request_is_its_own(model_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "from octavo.engine import async_llm\nasync_llm.PROGRAM = 'tests.engine.faulty_engine'\n"
+    )
+    environment = {"PYTHONPATH": str(tmp_path)}
+    with (
+        serving(tmp_path / "log", model_path, *SMALL, environment=environment) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        beside = pool.submit(server.events, COMPLETIONS, prompt="Two", max_tokens=60, ignore_eos=True)
+        until(lambda: server.metric("num_requests_running") == 1)
+        reply = server.post(COMPLETIONS, prompt=[RAISE, 5, 6])
+        assert reply.status_code == 500
+        error = error_of(reply)
+        assert (error["code"], error["type"]) == ("request_failed", "server_error")
+        assert CAUSE in error["message"]
+        text = server.complete("Two", max_tokens=60, ignore_eos=True)["choices"][0]["text"]
+        assert "".join(event["choices"][0]["text"] for event in beside.result()) == text
+        assert server.metric("request_success_total", finished_reason="error") == 1
+        assert any("break_or_execute" in line["message"] for line in server.lines() if line["level"] == "error")
+        server.settle()
+
+
+def test_an_engine_that_hangs_is_ended_and_started_again(model_path: Path, tmp_path: Path) -> None:
+    options = (*SMALL, "--step-timeout", "1")
+    with serving(tmp_path / "log", model_path, *options) as server, ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(server.post, COMPLETIONS, prompt="Two", **LONG | {"max_tokens": 900})
+        until(lambda: server.metric("num_requests_running") == 1)
+        [engine] = children(server.process.pid)
+        os.kill(engine, signal.SIGSTOP)
+        assert whole.result().status_code == 503
+        error = error_of(whole.result())
+        assert error["code"] == "engine_dead"
+        assert "no step ended within 1 s" in error["message"]
+        assert server.complete("Again", max_tokens=2)["choices"]
+        assert not alive(engine)
+        assert any("no step ended" in line["message"] and line["level"] == "error" for line in server.lines())
 
 
 def test_a_port_in_use_and_a_model_that_is_none(served: Served, model_path: Path, tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.conftest import REPOSITORY
 
+from octavo.cache.manager import CacheStats
 from octavo.engine.process import EngineStats
 from octavo.errors import ConfigError
+from octavo.scheduler.scheduler import SchedulerStats
 from octavo.server import metrics as module
 from octavo.server.metrics import Metrics, up_to
 from octavo.server.settings import ServerConfig
@@ -52,12 +54,8 @@ STATS = EngineStats(
     pages_cached=5,
     pages_free=1,
     page_bytes=100,
-    num_preemptions=6,
-    generation_tokens=70,
-    queried_tokens=80,
-    hit_tokens=9,
-    resumed_tokens=11,
-    pages_evicted=12,
+    scheduler=SchedulerStats(num_preemptions=6, generation_tokens=70),
+    cache=CacheStats(queried_tokens=80, hit_tokens=9, resumed_tokens=11, pages_evicted=12),
     finished={"stop": 13, "abort": 14},
 )
 
@@ -245,6 +243,6 @@ def test_the_documentation_gives_the_limits_that_hold() -> None:
     text = (REPOSITORY / "docs" / "serving.md").read_text()
     defaults = {field.name: field.default for field in fields(ServerConfig)}
     told = re.findall(r"`--([a-z-]+)` ([\d.]+)( MiB)?", text)
-    assert len(told) == 7
+    assert len(told) == 9
     for flag, number, mebibytes in told:
         assert float(number) * (1 << 20 if mebibytes else 1) == defaults[flag.replace("-", "_")], flag

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import ssl
 import subprocess
@@ -52,7 +53,8 @@ def what_would_start(monkeypatch: pytest.MonkeyPatch) -> Any:
 FLAGS = """--host 0.0.0.0 --port 8123 --uds /tmp/x.sock --allowed-origins https://a.example --allowed-origins ["b","c"]
 --served-model-name one --served-model-name two --max-logprobs 7 --api-key k1 --api-key k2 --share-prefixes
 --max-body-bytes 2MiB --max-prompts-per-request 3 --max-queued-requests 4 --header-timeout 1.5 --body-timeout 2.5
---timeout-keep-alive 3.5 --drain-timeout 4.5 --disable-log-requests --log-prompts --metrics-namespace vllm
+--timeout-keep-alive 3.5 --drain-timeout 4.5 --step-timeout 5.5 --max-connections 5
+--disable-log-requests --log-prompts --metrics-namespace vllm
 --ssl-cert-reqs 1 --block-size 32 --max-num-seqs 3 --max-num-batched-tokens 77 --scheduling-policy priority
 --kv-cache-memory-bytes 1GiB --no-enable-prefix-caching --max-model-len 99 --seed 12 --num-threads 1
 --kv-cache-dtype fp32 --backend reference"""
@@ -72,6 +74,8 @@ SERVER = ServerConfig(
     body_timeout=2.5,
     timeout_keep_alive=3.5,
     drain_timeout=4.5,
+    step_timeout=5.5,
+    max_connections=5,
     disable_log_requests=True,
     log_prompts=True,
     metrics_namespace="vllm",
@@ -94,7 +98,8 @@ def test_a_file_holds_the_same(what_would_start: Any, tmp_path: Path, monkeypatc
         "model: m\nhost: 0.0.0.0\nport: 8123\nuds: /tmp/x.sock\nallowed-origins: [https://a.example, b, c]\n"
         "served_model_name: [one, two]\nmax-logprobs: 7\napi-key: [k1, k2]\nshare-prefixes: true\n"
         "max-body-bytes: 2MiB\nmax-prompts-per-request: 3\nmax-queued-requests: 4\nheader-timeout: 1.5\n"
-        "body-timeout: 2.5\ntimeout-keep-alive: 3.5\ndrain-timeout: 4.5\ndisable-log-requests: true\n"
+        "body-timeout: 2.5\ntimeout-keep-alive: 3.5\ndrain-timeout: 4.5\nstep-timeout: 5.5\n"
+        "max-connections: 5\ndisable-log-requests: true\n"
         "log-prompts: true\nmetrics-namespace: vllm\nssl-cert-reqs: 1\nblock-size: 32\nmax-num-seqs: 3\n"
         "max-num-batched-tokens: 77\nscheduling-policy: priority\nkv-cache-memory-bytes: 1GiB\n"
         "enable-prefix-caching: false\nmax-model-len: 99\nseed: 12\nnum-threads: 1\nkv-cache-dtype: fp32\n"
@@ -273,3 +278,27 @@ def test_a_unix_socket_and_https(model_path: Path, tmp_path: Path) -> None:
         assert s.stop() == 0
         until(lambda: not path.exists())
     assert all(json.loads(line) for line in (tmp_path / "log2").read_text().splitlines())
+
+
+INFINITE = resource.RLIM_INFINITY
+
+
+@pytest.mark.parametrize(
+    ("limits", "raised", "connections"),
+    [
+        ((1024, 20_000), (4160, 20_000), 4096),
+        ((1024, INFINITE), (4160, INFINITE), 4096),
+        ((1024, 2000), (2000, 2000), 1936),
+        ((8192, 20_000), None, 4096),
+        ((INFINITE, INFINITE), None, 4096),
+        ((50, 50), None, 1),
+    ],
+)
+def test_the_limit_on_open_files_is_raised_to_fit(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], raised: tuple[int, int] | None, connections: int
+) -> None:
+    now: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, both: now.append(both))
+    assert listen._connections(4096) == connections
+    assert now == ([raised] if raised else [])

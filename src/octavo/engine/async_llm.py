@@ -1,8 +1,9 @@
 """AsyncLLM: an engine in another process, as an asyncio program sees it.
 
 Owns the child process (its start, its one restart, its end), the streams of the requests under way, and what was last
-heard of the engine's state. It never computes, tokenises or waits for whoever reads a stream: news of a request is kept
-until it is asked for, which is no more than the answer's own length. One event loop, and not thread-safe.
+heard of the engine's state. It never computes or waits for whoever reads a stream: news of a request is looked at when
+it comes, and kept until it is asked for, which is no more than the answer's own length. One event loop, and not
+thread-safe.
 """
 
 from __future__ import annotations
@@ -10,26 +11,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import astuple, fields
 from pathlib import Path
-from typing import Self
+from typing import Any, Generic, Self, TypeVar, overload
 
 import msgspec
 
 from octavo.config import EngineConfig, ModelConfig
 from octavo.engine.guide import Guides
 from octavo.engine.process import (
-    COUNTERS,
     Abort,
     Accepted,
     Add,
+    Broke,
     Changed,
     Crashed,
     EngineStats,
@@ -46,7 +49,7 @@ from octavo.engine.process import (
     error_of,
     framed,
 )
-from octavo.errors import EngineDead, InvalidRequest, Overloaded
+from octavo.errors import EngineDead, InvalidRequest, Overloaded, RequestFailed
 from octavo.models.tokenizer import Tokenizer
 from octavo.models.weights import open_checkpoint
 from octavo.scheduler.limits import Limits
@@ -63,27 +66,36 @@ CLOSE_S = 10.0
 """How long a child may take to end, once told to, before it is killed."""
 
 
-class RequestStream:
-    """The outputs of one request, in order, until every choice has ended.
+ABORT_S = 1.0
+"""How long a child that hangs may take to say where, before it is killed."""
+
+T = TypeVar("T")
+
+
+class RequestStream(Generic[T]):
+    """What `take` made of the outputs of one request, in order, until every choice has ended.
+
+    `take` is called with each output as soon as the engine had it, and with the time of that, however late the stream
+    is read; it may `finish` a choice. What it returns is an item of the stream unless that is None. What it raises ends
+    the request, and the stream.
 
     Times are CLOCK_MONOTONIC seconds, None while they are open: queued at `queued_at`, first in a step from
-    `scheduled_at` on, the first and the latest token known at `first_token_at` and `last_token_at`. The output that was
-    taken last was known at `output_at`, however late it was taken.
+    `scheduled_at` on, the first and the latest token known at `first_token_at` and `last_token_at`.
 
     Whoever leaves a stream before its end calls `abort` (or `aclose`); nothing else stops the engine.
     """
 
-    def __init__(self, owner: AsyncLLM, request: Request) -> None:
+    def __init__(self, owner: AsyncLLM, request: Request, take: Take[T]) -> None:
         self.request = request
         self.queued_at = time.monotonic()
         self.scheduled_at: float | None = None
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
-        self.output_at = self.queued_at
         self._owner = owner
-        self._news: deque[tuple[Output, float]] = deque()
+        self._take = take
+        self._news: deque[T] = deque()
         self._open = set(range(request.params.n))
-        self._failure: str | None = None
+        self._failure: Exception | None = None
         self._accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiter: asyncio.Future[None] | None = None
 
@@ -92,10 +104,9 @@ class RequestStream:
         return self.request.request_id
 
     def finish(self, index: int) -> None:
-        """End one choice early, once there was news of it: no more is heard of it."""
+        """End one choice early, once there was news of it: no more comes of it."""
         if self.first_token_at is None:  # its choices are still one sequence
             raise ValueError(f"choice {index} of request {self.request_id} has not begun")
-        self._news = deque(news for news in self._news if news[0].index != index)
         if index in self._open:
             self._owner._finish(self, index)
 
@@ -112,11 +123,11 @@ class RequestStream:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Output:
-        """The next output. Raises EngineDead, after what came before it, if the engine died."""
+    async def __anext__(self) -> T:
+        """The next item. Raises, after what came before it, EngineDead, RequestFailed, and what `take` raised."""
         while not self._news:
             if self._failure is not None:
-                raise EngineDead(self._failure)
+                raise self._failure
             if not self._open:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
@@ -124,12 +135,18 @@ class RequestStream:
                 await self._waiter
             finally:
                 self._waiter = None
-        output, self.output_at = self._news.popleft()
-        return output
+        return self._news.popleft()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+Take = Callable[[RequestStream[T], Output, float], T | None]
+
+
+def _as_it_is(stream: RequestStream[Output], output: Output, now: float) -> Output:
+    return output
 
 
 class AsyncLLM:
@@ -138,11 +155,17 @@ class AsyncLLM:
     `on_step` is called after each step with how many tokens it computed.
 
     If the child dies, every open stream raises EngineDead and the child is started again, once; when that one dies too,
-    `on_fatal` is called with the reason and every later `submit` raises EngineDead.
+    `on_fatal` is called with the reason and every later `submit` raises EngineDead. A child that has work and says
+    nothing for `step_timeout` seconds (0: for ever) is made to die.
     """
 
     def __init__(
-        self, model_path: Path, config: EngineConfig, max_queued_requests: int | None, on_fatal: Callable[[str], None]
+        self,
+        model_path: Path,
+        config: EngineConfig,
+        max_queued_requests: int | None,
+        step_timeout: float,
+        on_fatal: Callable[[str], None],
     ) -> None:
         self.config = config
         self.model: ModelConfig
@@ -152,9 +175,10 @@ class AsyncLLM:
         self._num_compiling = 0
         self._path = model_path
         self._max_queued = max_queued_requests
+        self._step_timeout = step_timeout
         self._on_fatal = on_fatal
         self.on_step: Callable[[int], None] = lambda num_tokens: None
-        self._streams: dict[str, RequestStream] = {}
+        self._streams: dict[str, RequestStream[Any]] = {}
         self._finished: Counter[str] = Counter()
         self._stats = EngineStats()
         self._before = EngineStats()  # what the counters had reached when the last child died
@@ -173,10 +197,11 @@ class AsyncLLM:
         config: EngineConfig,
         *,
         max_queued_requests: int | None = None,
+        step_timeout: float = 0,
         on_fatal: Callable[[str], None] = lambda reason: None,
     ) -> AsyncLLM:
         """Start a child on the model at `model_path`, a GGUF file or a folder. Raises ConfigError, ModelError."""
-        self = cls(model_path, config, max_queued_requests, on_fatal)
+        self = cls(model_path, config, max_queued_requests, step_timeout, on_fatal)
         child = asyncio.create_task(_Child.start(self))
         try:
             checkpoint = await asyncio.to_thread(open_checkpoint, model_path)
@@ -190,6 +215,8 @@ class AsyncLLM:
                 await child.result().end(kill=True)
             raise
         self._install(await child)
+        if step_timeout:
+            self._begin(self._watch())
         return self
 
     @property
@@ -223,13 +250,17 @@ class AsyncLLM:
         """
         before, now = self._before, self._stats
         num_waiting = now.num_waiting + sum(not stream._accepted.done() for stream in self._streams.values())
-        sums = {name: getattr(before, name) + getattr(now, name) for name in COUNTERS}
+        sums = {name: _added(getattr(before, name), getattr(now, name)) for name in ("scheduler", "cache")}
         return msgspec.structs.replace(now, **sums, num_waiting=num_waiting, finished=dict(self._finished))
 
-    async def submit(self, request: Request) -> RequestStream:
-        """Queue a request. While the engine is being restarted, this waits for it.
+    @overload
+    async def submit(self, request: Request) -> RequestStream[Output]: ...
+    @overload
+    async def submit(self, request: Request, take: Take[T]) -> RequestStream[T]: ...
+    async def submit(self, request: Request, take: Take[Any] = _as_it_is) -> RequestStream[Any]:
+        """Queue a request, whose outputs go through `take`. While the engine is being restarted, this waits for it.
 
-        Raises InvalidRequest, RequestTooLarge, Overloaded, EngineDead.
+        Raises InvalidRequest, RequestTooLarge, Overloaded, EngineDead, RequestFailed.
         """
         self.limits.check(request)
         if request.params.guide is not None:
@@ -246,7 +277,7 @@ class AsyncLLM:
             frame = framed(Add(request.request_id, prompt, request.params, request.identity, request.priority))
         except UnicodeEncodeError:
             raise InvalidRequest("request", "holds half a surrogate pair, which is no character") from None
-        stream = RequestStream(self, request)
+        stream = RequestStream(self, request, take)
         self._streams[request.request_id] = stream
         self._idle.clear()
         self._child.send(frame)
@@ -295,20 +326,39 @@ class AsyncLLM:
 
     # ── called by streams ──
 
-    def _finish(self, stream: RequestStream, index: int) -> None:
+    def _finish(self, stream: RequestStream[Any], index: int) -> None:
         self._child.send(framed(Finish(stream.request_id, index)))
         self._close_choice(stream, index, "stop")
 
-    def _abort(self, stream: RequestStream) -> None:
+    def _abort(self, stream: RequestStream[Any]) -> None:
         self._child.send(framed(Abort(stream.request_id)))
         self._drop(stream, "abort")
+
+    # ── called at times ──
+
+    async def _watch(self) -> None:
+        """Make a child die that hangs."""
+        while True:
+            await asyncio.sleep(self._step_timeout / 10)
+            if self._silent_s > self._step_timeout:
+                await asyncio.sleep(0.1)  # this process may have been the one that slept: read what has come
+                if self._silent_s > self._step_timeout:
+                    self._child.give_up(f"no step ended within {self._step_timeout:g} s (step_timeout)")
+
+    @property
+    def _silent_s(self) -> float:
+        """For how long nothing was heard although there is work."""
+        oldest = next(iter(self._streams.values()), None)
+        if oldest is None or not self._up.is_set():
+            return 0.0
+        return time.monotonic() - max(self._child.heard_at, oldest.queued_at)
 
     # ── called by the child ──
 
     def _take(self, reply: Reply) -> None:
         match reply:
             case Stepped():
-                self.on_step(reply.stats.computed_tokens - self._stats.computed_tokens)
+                self.on_step(reply.stats.scheduler.computed_tokens - self._stats.scheduler.computed_tokens)
                 self._stats = reply.stats
                 for request_id in reply.scheduled:
                     if (stream := self._streams.get(request_id)) is not None:
@@ -326,6 +376,9 @@ class AsyncLLM:
                     if not stream._accepted.done():
                         stream._accepted.set_exception(error_of(kind, field, message))
                     self._check_idle()
+            case Broke(request_id, cause):
+                if (stream := self._streams.get(request_id)) is not None:
+                    self._fail(stream, RequestFailed(f"the engine could not compute this request: {cause}"))
             case Logged(name, level, text):
                 logging.getLogger(name).log(level, "%s", text)
 
@@ -336,18 +389,25 @@ class AsyncLLM:
         if stream.first_token_at is None:
             stream.first_token_at = now
         stream.last_token_at = now
-        stream._news.append((output, now))
-        if output.finish_reason is not None:
+        try:
+            item = stream._take(stream, output, now)
+        except Exception as error:
+            self._child.send(framed(Abort(stream.request_id)))
+            self._fail(stream, error)
+            return
+        if item is not None:
+            stream._news.append(item)
+        if output.finish_reason is not None and output.index in stream._open:
             self._close_choice(stream, output.index, output.finish_reason)
         stream._wake()
 
-    def _close_choice(self, stream: RequestStream, index: int, reason: str) -> None:
+    def _close_choice(self, stream: RequestStream[Any], index: int, reason: str) -> None:
         stream._open.discard(index)
         self._finished[reason] += 1
         if not stream._open:
             self._drop(stream, reason)
 
-    def _drop(self, stream: RequestStream, reason: str) -> None:
+    def _drop(self, stream: RequestStream[Any], reason: str) -> None:
         self._finished[reason] += len(stream._open)
         stream._open.clear()
         self._streams.pop(stream.request_id, None)
@@ -360,10 +420,13 @@ class AsyncLLM:
 
     def _fail_all(self, reason: str) -> None:
         for stream in list(self._streams.values()):
-            stream._failure = reason
-            if not stream._accepted.done():
-                stream._accepted.set_exception(EngineDead(reason))
-            self._drop(stream, "error")
+            self._fail(stream, EngineDead(reason))
+
+    def _fail(self, stream: RequestStream[Any], error: Exception) -> None:
+        stream._failure = error
+        if not stream._accepted.done():
+            stream._accepted.set_exception(error)
+        self._drop(stream, "error")
 
     # ── the child's life ──
 
@@ -377,16 +440,18 @@ class AsyncLLM:
         """The child is gone without having been told to go."""
         self._up.clear()
         _log.error("the engine died with %d requests open: %s", len(self._streams), cause)
-        sums = {name: getattr(self._before, name) + getattr(self._stats, name) for name in COUNTERS}
-        self._before, self._stats = EngineStats(**sums), EngineStats()
+        self._before, self._stats = self.stats(), EngineStats()
         self._fail_all(f"the engine died: {cause}")
         if self._num_restarts or self._ended is not None:
             self._fatal(cause)
         else:
             self._num_restarts += 1
-            task = asyncio.create_task(self._restart())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._begin(self._restart())
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _restart(self) -> None:
         try:
@@ -411,6 +476,7 @@ class _Child(asyncio.Protocol):
 
     def __init__(self, owner: AsyncLLM) -> None:
         self.ready: Ready
+        self.heard_at = time.monotonic()
         self.on_death: Callable[[str], None] | None = None
         self._owner = owner
         self._frames = Frames()
@@ -464,9 +530,17 @@ class _Child(asyncio.Protocol):
             self._process.kill()
             await self._gone
 
+    def give_up(self, cause: str) -> None:
+        """Have a child die that does not answer; on its way it writes to standard error where it hangs."""
+        if self._cause is None:
+            self._cause = cause
+            self._process.send_signal(signal.SIGABRT)
+            asyncio.get_running_loop().call_later(ABORT_S, self._process.kill)
+
     # ── asyncio.Protocol ──
 
     def data_received(self, data: bytes) -> None:
+        self.heard_at = time.monotonic()
         for frame in self._frames.push(data):
             match reply := self._decoder.decode(frame):
                 case Ready():
@@ -498,3 +572,10 @@ class _Child(asyncio.Protocol):
             self._started.set_exception(EngineDead(f"the engine died while starting: {cause}"))
         if self.on_death is not None:
             self.on_death(cause)
+
+
+def _added(before: Any, now: Any) -> Any:
+    """Two statistics of one kind as one: sums of counts, the larger peak."""
+    names = [field.name for field in fields(now)]
+    pairs = zip(names, astuple(before), astuple(now), strict=True)
+    return type(now)(*(max(a, b) if name.startswith("peak_") else a + b for name, a, b in pairs))

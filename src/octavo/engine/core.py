@@ -14,7 +14,10 @@ from octavo.cache.manager import CacheManager, CacheStats
 from octavo.engine.executor import Executor
 from octavo.errors import AuditError
 from octavo.scheduler.scheduler import Scheduler, SchedulerStats
-from octavo.types import Output, Request
+from octavo.types import Output, Request, SliceResult, StepPlan, StepResult
+
+MAX_LOST_STEPS = 3
+"""After so many steps in a row of which nothing could be computed, it is not the requests that are broken."""
 
 
 class EngineCore:
@@ -24,6 +27,7 @@ class EngineCore:
         self.scheduler = scheduler
         self._executor = executor
         self._audit = audit
+        self._num_lost = 0
 
     @property
     def cache(self) -> CacheManager:
@@ -57,11 +61,14 @@ class EngineCore:
         """End one choice of a request early."""
         self.scheduler.finish(request_id, index)
 
-    def step(self, planned: Callable[[], None] | None = None) -> list[Output]:
+    def step(
+        self, planned: Callable[[], None] | None = None, broke: Callable[[str, Exception], None] | None = None
+    ) -> list[Output]:
         """Compute one step and say what is new. Returns an empty list when there is nothing to do.
 
         `planned` is called when it is decided who runs, before anything is computed.
-        If the executor raises, the requests of that plan are aborted before the error goes on; nobody else is harmed.
+        If the executor raises, the requests of that plan are aborted before the error goes on. With `broke` only those
+        are that fail by themselves, which it is told, and nothing is raised unless the engine looks broken as a whole.
         """
         plan = self.scheduler.schedule()
         if plan is None:
@@ -73,7 +80,7 @@ class EngineCore:
         if planned is not None:
             planned()
         try:
-            result = self._executor.execute(plan)
+            result = self._executor.execute(plan) if broke is None else self._execute(plan, broke)
         except BaseException:
             self.scheduler.abandon()
             raise
@@ -81,6 +88,31 @@ class EngineCore:
         if self._audit:
             invariants.check(self.cache)
         return outputs
+
+    def _execute(self, plan: StepPlan, broke: Callable[[str, Exception], None]) -> StepResult:
+        """Compute a step; if that fails, each slice alone, which gives the same tokens, and abort those that fail."""
+        if plan.page_ops:  # apart: they are not to be done twice
+            self._executor.execute(plan._replace(slices=()))
+            plan = plan._replace(page_ops=())
+        try:
+            result = self._executor.execute(plan)
+        except Exception:
+            results: list[SliceResult] = []
+            errors: dict[int, Exception] = {}
+            for number, piece in enumerate(plan.slices):
+                try:
+                    results += self._executor.execute(plan._replace(slices=(piece,))).slices
+                except Exception as error:
+                    errors[number] = error
+                    results.append(SliceResult(()))
+            self._num_lost = self._num_lost + 1 if len(errors) == len(plan.slices) else 0
+            if self._num_lost == MAX_LOST_STEPS:
+                raise
+            for request_id, number in self.scheduler.abandon(errors).items():
+                broke(request_id, errors[number])
+            return StepResult(results)
+        self._num_lost = 0
+        return result
 
     def close(self) -> None:
         """Abort what is left and check that every page is free or cached. Raises AuditError on a leak."""

@@ -107,13 +107,13 @@ class Guides:
         bits = np.zeros(masks.get_bitmask_shape(len(work), self.vocab_size), np.int32)
         live: list[tuple[llguidance.LLMatcher, int]] = []
         for row, (state, tokens) in enumerate(work):
-            if state.matcher is None:
-                try:
+            try:
+                if state.matcher is None:
                     state.matcher = self._matcher(state.guide).deep_copy()
-                except InvalidRequest as error:
-                    _log.error("a guide that was not checked fails: %s", error)
-                    continue
-            state.matcher.consume_tokens(tokens)
+                state.matcher.consume_tokens(tokens)
+            except Exception:
+                _log.exception("a guide cannot be followed")
+                continue
             live.append((state.matcher, row))
         if live:
             masks.fill_next_token_bitmask_par(self._executor, live, bits)

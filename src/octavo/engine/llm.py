@@ -12,6 +12,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
@@ -136,15 +137,18 @@ class Engine(NamedTuple):
 
 def assemble(checkpoint: Checkpoint, config: EngineConfig, *, audit: bool = False) -> Engine:
     """Build an engine for a model; with `audit`, pages are checked after every step. Raises ModelError, ConfigError."""
-    model, tokenizer = checkpoint.config, checkpoint.tokenizer()
+    model = checkpoint.config
     dtype = "bf16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     kv_format = KVFormat(dtype, model.num_layers, model.num_kv_heads, model.head_dim, config.block_size)
     available = available_memory() - checkpoint.stored_bytes
     num_pages, max_model_len = pool_size(config, kv_format, model.context_length, available)
     ops = _backend(config)
-    decoder = ARCHITECTURES[model.architecture](checkpoint, ops, max_model_len)
+    with ThreadPoolExecutor(1, "octavo-tokenizer") as beside:  # most of packing the weights leaves Python to others
+        making = beside.submit(checkpoint.tokenizer)
+        decoder = ARCHITECTURES[model.architecture](checkpoint, ops, max_model_len)
+        tokenizer = making.result()
     eos_token_ids = frozenset(tokenizer.eos_token_ids)
-    sampler = Sampler(eos_token_ids, model.vocab_size)
+    sampler = Sampler(ops, eos_token_ids)
     cache = CacheManager(num_pages, config.block_size, enable_prefix_caching=config.enable_prefix_caching)
     scheduler = Scheduler(
         config, cache, max_model_len=max_model_len, vocab_size=model.vocab_size, eos_token_ids=eos_token_ids

@@ -4,7 +4,7 @@ Owns the messages of that socket, their framing, and the child's loop. Requests 
 token ids: nothing here tokenises, renders or waits for a client. The parent's side is `octavo.engine.async_llm`.
 
     parent ── Launch, Add, Abort, Finish, Stop ──►  child
-           ◄── Ready | Failed, Accepted, Refused, Stepped, Changed, Logged, Crashed ──
+           ◄── Ready | Failed, Accepted, Refused, Broke, Stepped, Changed, Logged, Crashed ──
 
 The child steps while there is work and sleeps in `poll` while there is none. It leaves when the parent does, however
 the parent ended, and leaves signals that stop a service to the parent.
@@ -32,12 +32,16 @@ from typing import Any
 
 import msgspec
 
+from octavo.cache.manager import CacheStats
 from octavo.config import EngineConfig
 from octavo.engine.llm import Engine, assemble
 from octavo.errors import ConfigError, InvalidRequest, ModelError, OctavoError, RequestTooLarge
 from octavo.models.weights import open_checkpoint
 from octavo.scheduler.limits import Limits
+from octavo.scheduler.scheduler import SchedulerStats
 from octavo.types import Output, Request, SamplingParams
+
+_log = logging.getLogger(__name__)
 
 CHUNK = 1 << 20
 """Bytes read at most between two steps: a flood of commands delays no step for long."""
@@ -86,10 +90,9 @@ class Stop(Message, tag=True):
 
 
 class EngineStats(Message):
-    """The engine at one moment. Pages and sequences are counts now, everything else counts since the start.
+    """The engine at one moment: pages and sequences now, and what it counted since the start.
 
-    Tokens looked up in the prefix cache at a request's first admission are `queried_tokens`, those found `hit_tokens`;
-    `resumed_tokens` were found when a preempted sequence came back. `finished` has choices by reason, "error" included.
+    `finished` has choices by reason, "error" included; it is the parent that counts them.
     """
 
     num_running: int = 0
@@ -100,23 +103,9 @@ class EngineStats(Message):
     pages_free: int = 0
     page_bytes: int = 0
     token_bytes: int = 0
-    num_steps: int = 0
-    num_preemptions: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    computed_tokens: int = 0
-    queried_tokens: int = 0
-    hit_tokens: int = 0
-    resumed_tokens: int = 0
-    pages_allocated: int = 0
-    pages_evicted: int = 0
-    pages_copied: int = 0
-    num_broken_rows: int = 0
+    scheduler: SchedulerStats = msgspec.field(default_factory=SchedulerStats)
+    cache: CacheStats = msgspec.field(default_factory=CacheStats)
     finished: dict[str, int] = {}
-
-
-COUNTERS = EngineStats.__struct_fields__[EngineStats.__struct_fields__.index("num_steps") : -1]
-"""The fields that only grow."""
 
 
 class Ready(Message, tag=True):
@@ -147,6 +136,13 @@ class Refused(Message, tag=True):
     kind: str
     field: str
     message: str
+
+
+class Broke(Message, tag=True):
+    """Computing this request failed, and that of no other: it is dropped."""
+
+    request_id: str
+    cause: str
 
 
 class Stepped(Message, tag=True):
@@ -184,7 +180,7 @@ class Crashed(Message, tag=True):
 
 
 Command = Launch | Add | Abort | Finish | Stop
-Reply = Ready | Failed | Accepted | Refused | Stepped | Changed | Logged | Crashed
+Reply = Ready | Failed | Accepted | Refused | Broke | Stepped | Changed | Logged | Crashed
 
 _ERRORS: dict[str, type[Any]] = {
     error.__name__: error for error in (ConfigError, ModelError, InvalidRequest, RequestTooLarge)
@@ -297,7 +293,7 @@ class _Forward(logging.Handler):
 
 
 def serve(engine: Engine, channel: Channel) -> None:
-    """Step until told to stop. Raises EOFError when the parent is gone, and whatever a step raises.
+    """Step until told to stop. Raises EOFError when the parent is gone, and whatever stops the engine as a whole.
 
     A request with a guide is queued when that is compiled, so that no step waits for it.
     """
@@ -307,6 +303,9 @@ def serve(engine: Engine, channel: Channel) -> None:
     def planned() -> None:
         channel.send(Changed(stats_of(engine)))
         channel.flush()
+
+    def broke(request_id: str, error: Exception) -> None:
+        channel.send(_broke(request_id, error))
 
     while True:
         commands = channel.receive(wait=not core.has_work and not compiling)
@@ -335,7 +334,7 @@ def serve(engine: Engine, channel: Channel) -> None:
             continue
         channel.flush()
         began = time.monotonic()
-        outputs = core.step(planned if commands else None)
+        outputs = core.step(planned if commands else None, broke)
         ended = time.monotonic()
         channel.send(Stepped(began, ended, core.scheduler.newly_scheduled, outputs, stats_of(engine)))
         channel.flush()
@@ -350,14 +349,25 @@ def _add(engine: Engine, command: Add) -> Reply:
         engine.core.add(request)
     except InvalidRequest as error:
         return Refused(command.request_id, *_told(error, error.field))
+    except Exception as error:
+        return _broke(command.request_id, error)
     return Accepted(command.request_id)
+
+
+def _broke(request_id: str, error: Exception) -> Broke:
+    _log.error("request %s cannot be computed", request_id, exc_info=error)
+    return Broke(request_id, _named(error))
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def stats_of(engine: Engine) -> EngineStats:
     """The engine as it is now."""
     core = engine.core
     scheduler, cache = core.stats
-    pool = core.cache.pool
+    pool, pages = core.cache.pool, engine.format
     return EngineStats(
         core.scheduler.num_running,
         core.scheduler.num_waiting,
@@ -365,20 +375,10 @@ def stats_of(engine: Engine) -> EngineStats:
         pool.num_referenced,
         pool.num_cached,
         pool.num_free,
-        engine.format.page_bytes,
-        engine.format.token_bytes,
-        scheduler.num_steps,
-        scheduler.num_preemptions,
-        scheduler.prompt_tokens,
-        scheduler.generation_tokens,
-        scheduler.computed_tokens,
-        cache.queried_tokens,
-        cache.hit_tokens,
-        cache.resumed_tokens,
-        cache.pages_allocated,
-        cache.pages_evicted,
-        cache.pages_copied,
-        engine.sampler.num_broken_rows,
+        pages.page_bytes,
+        pages.token_bytes,
+        scheduler,
+        cache,
     )
 
 
@@ -421,7 +421,7 @@ def main(fd: int) -> int:
     except EOFError:
         return 1
     except BaseException as error:
-        channel.send(Crashed(f"{type(error).__name__}: {error}", traceback.format_exc()))
+        channel.send(Crashed(_named(error), traceback.format_exc()))
         channel.drain()
         return 1
     return 0

@@ -6,16 +6,17 @@ Owns the translation of a plan's slices to rows. Decides nothing about sequences
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
 
 from octavo.engine.guide import Guides, Masks
 from octavo.engine.kv_store import KVStore
-from octavo.engine.sampler import Sampler
+from octavo.engine.sampler import Sampler, Target
 from octavo.ops.api import Floats, Ints, KVPool, StepInputs, Tensor
-from octavo.types import Sampled, Slice, SliceResult, StepPlan, StepResult
+from octavo.types import Draw, Sampled, Slice, SliceResult, StepPlan, StepResult
 
 LOGIT_ROWS = 128
 """Rows whose logits are in memory at once: 25 MB at a vocabulary of 49,152."""
@@ -47,52 +48,64 @@ class ModelRunner:
         step = step_inputs(plan.slices)
         masks = self._guides.begin(plan.slices)
         x = self._decoder.forward(step, self._store.pool)
-        logits = self._logits(x, wanted_rows(plan.slices, step.row_start))
-        return StepResult([self._read(piece, logits, masks) for piece in plan.slices])
+        return self._results(plan.slices, x, wanted_rows(plan.slices, step.row_start), masks)
 
-    def _logits(self, x: Tensor, rows: Ints) -> Iterator[Floats]:
-        """The rows' logits one by one; a block is computed when its first row is asked for."""
+    def _results(self, slices: Sequence[Slice], x: Tensor, rows: Ints, masks: Masks) -> StepResult:
+        """Read the wanted rows' logits block by block, and give each slice what was asked of its own."""
+        of_rows = [asks for piece in slices for asks in _asked(piece)]
+        sampled: list[Sampled] = []
         for start in range(0, len(rows), LOGIT_ROWS):
-            yield from self._decoder.logits(x, rows[start : start + LOGIT_ROWS])
+            logits = self._decoder.logits(x, rows[start : start + LOGIT_ROWS])
+            block = enumerate(of_rows[start : start + LOGIT_ROWS])
+            sampled += self._sampler.sample(logits, [(row, ask) for row, asks in block for ask in asks], masks.of)
+        answers = iter(sampled)
+        results = []
+        for piece in slices:
+            scores = tuple(islice(answers, len(piece.targets)))
+            results.append(SliceResult(tuple(islice(answers, len(piece.draws))), scores))
+        return StepResult(results)
 
-    def _read(self, piece: Slice, logits: Iterator[Floats], masks: Masks) -> SliceResult:
-        """Take the slice's rows from `logits`, in the order of `wanted_rows`."""
-        scores: Sequence[Sampled] = ()
-        if piece.num_prompt_logprobs is not None:
-            num_top = piece.num_prompt_logprobs
-            scores = [self._sampler.score(next(logits), target, num_top) for target in piece.targets]
-        if not piece.draws:
-            return SliceResult((), scores)
-        row = next(logits)
-        return SliceResult([self._sampler.draw(row, draw, masks.of(draw)) for draw in piece.draws], scores)
+
+def _asked(piece: Slice) -> list[Sequence[Draw | Target]]:
+    """What is asked of each of the slice's wanted rows."""
+    asks: list[Sequence[Draw | Target]] = []
+    if piece.num_prompt_logprobs is not None:
+        asks = [(Target(token, piece.num_prompt_logprobs),) for token in piece.targets]
+    if piece.draws:
+        asks.append(piece.draws)
+    return asks
 
 
 def step_inputs(slices: Sequence[Slice]) -> StepInputs:
     """The slices as arrays. Token ids and pages are copied, so that sequences and page tables may grow at once."""
-    num_rows = np.fromiter((len(piece.token_ids) for piece in slices), np.int32, len(slices))
-    num_pages = np.fromiter((len(piece.pages) for piece in slices), np.int32, len(slices))
-    start = np.fromiter((piece.start for piece in slices), np.int32, len(slices))
-    write_start = np.fromiter((piece.write_start for piece in slices), np.int32, len(slices))
+    _, starts, token_ids, write_starts, pages, *_ = zip(*slices, strict=True)
+    num_rows, start = _lengths(token_ids), np.array(starts, np.int32)
     row_start = _offsets(num_rows)
     return StepInputs(
-        token_ids=_joined(piece.token_ids for piece in slices),
+        token_ids=_joined(token_ids),
         positions=np.arange(row_start[-1], dtype=np.int32) + np.repeat(start - row_start[:-1], num_rows),
         row_start=row_start,
-        write_start=write_start,
-        page_start=_offsets(num_pages),
-        pages=_joined(piece.pages for piece in slices),
+        write_start=np.array(write_starts, np.int32),
+        page_start=_offsets(_lengths(pages)),
+        pages=_joined(pages),
     )
 
 
 def wanted_rows(slices: Sequence[Slice], row_start: Ints) -> Ints:
     """The rows whose logits are read: for each slice those that score a target, then the last one if it draws."""
     rows: list[int] = []
-    for piece, first, end in zip(slices, row_start[:-1].tolist(), row_start[1:].tolist(), strict=True):
-        if piece.num_prompt_logprobs is not None:
+    first = 0
+    for piece, end in zip(slices, row_start[1:].tolist(), strict=True):
+        if piece.targets:
             rows.extend(range(first, first + len(piece.targets)))
         if piece.draws:
             rows.append(end - 1)
+        first = end
     return np.array(rows, np.int32)
+
+
+def _lengths(arrays: Sequence[array[int]]) -> Ints:
+    return np.fromiter(map(len, arrays), np.int32, len(arrays))
 
 
 def _offsets(lengths: Ints) -> Ints:

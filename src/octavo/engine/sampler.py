@@ -4,9 +4,9 @@ A draw is a pure function of (logits row, Draw). The transforms and their order 
 
     guide → logit_bias → min_tokens → repetition, frequency, presence penalty → temperature → top_k → top_p → min_p
 
-The kept tokens, most likely first and lower ids first among equals, then lie end to end on a line; a point drawn
-uniformly on it names the token. Log-probabilities and ranks are those of the raw logits, before any transform, and
-cost an exponential of the whole vocabulary: they are computed only for requests that ask for them.
+From temperature on they are the backend's, which answers for many rows at once (`best`, `choose` and `score` in
+ops/api.py); the rest changes a copy of the row, here. Log-probabilities and ranks are those of the raw logits, before
+any transform, and cost an exponential of the whole vocabulary: they are computed only for requests that ask for them.
 
 Logits that are not numbers are taken as "impossible", infinite ones as the largest float, and a row without one finite
 logit as all equal: a broken row spoils its own request at most, and `num_broken_rows` counts it.
@@ -15,26 +15,27 @@ logit as all equal: a broken row spoils its own request at most, and `num_broken
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from octavo.engine.guide import Mask
-from octavo.ops.api import Floats
-from octavo.types import Draw, Sampled, SamplingParams
+from octavo.ops.api import Draws, Floats, Ops
+from octavo.types import Draw, Sampled
 
 _log = logging.getLogger(__name__)
 
 _LARGEST = float(np.finfo(np.float32).max)
 _MASK64 = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd: the step of SplitMix64
-_HEADS = (3.0, 5.0, 7.0, 9.0, 12.0, 104.0)
-"""How far below the best logit heads of the vocabulary reach, in units of temperature. The last one is everything that
-can be drawn: exp(-104) is 0 in float32."""
 
-Ids = NDArray[np.int64]
+
+class Target(NamedTuple):
+    """A token that is given, a prompt's, to be scored."""
+
+    token_id: int
+    num_top: int
 
 
 def uniform(seed: int, position: int) -> float:
@@ -54,95 +55,128 @@ def _mix(x: int) -> int:
 
 
 class Sampler:
-    """Draws tokens. Rows are float32 [vocab], never written to; the scratch row makes it single-threaded."""
+    """Answers draws and scores from rows of logits, which it never writes to."""
 
-    def __init__(self, eos_token_ids: Iterable[int], vocab_size: int) -> None:
+    def __init__(self, ops: Ops, eos_token_ids: Iterable[int]) -> None:
         self.num_broken_rows = 0
+        self._ops = ops
         self._eos = tuple(eos_token_ids)
-        self._adjusted = np.empty(vocab_size, np.float32)
-        self._scratch = np.empty(vocab_size, np.float32)
+        self._rows = np.empty((0, 0), np.float32)
 
-    def draw(self, logits: Floats, draw: Draw, allowed: Mask | None = None) -> Sampled:
-        """Choose a token, one of those that are `allowed`. Without `params.logprobs` (and outside beam search)
-        log-probability and rank are left 0. If none is allowed, the token is -1.
+    def sample(
+        self,
+        logits: Floats,
+        asked: Sequence[tuple[int, Draw | Target]],
+        allowed: Callable[[Draw], Mask | None] = lambda _: None,
+    ) -> list[Sampled]:
+        """Answer what is asked of rows of `logits` [rows, vocab]; a draw chooses one of the tokens `allowed` to it.
 
-        A beam's draw chooses nothing: it is the most likely token and the `num_top` best.
+        Without `params.logprobs` (and outside beam search) log-probability and rank are left 0. If no token is allowed,
+        it is -1. A beam's draw chooses nothing: it is the most likely token and the `num_top` best.
         """
-        params = draw.params
         logits, best = self._finite(logits)
-        if params.use_beam_search:
-            return self._score(logits, best, best, draw.num_top)
-        if allowed is not None and not allowed.any():
-            return Sampled(-1, 0.0, 0, ())
-        changed = self._transform(logits, draw, allowed)
-        if params.greedy:
-            token = best if changed is logits else int(changed.argmax())
-        else:
-            token = self._choose(changed, params, uniform(draw.seed, len(draw.token_ids)))
-        if params.logprobs is None:
-            return Sampled(token, 0.0, 0, ())
-        return self._score(logits, token, best, draw.num_top)
+        sampled: list[Sampled] = []
+        drawn: list[tuple[int, int, Draw]] = []  # (place, row, draw) of those that are not greedy
+        changed: list[tuple[int, int, Draw]] = []
+        masks: list[Mask | None] = []  # of those that are changed
+        scored: list[tuple[int, int, int]] = []  # (place, row, num_top)
+        for place, (row, ask) in enumerate(asked):
+            if isinstance(ask, Target):
+                sampled.append(Sampled(ask.token_id, 0.0, 0, ()))
+                scored.append((place, row, ask.num_top))
+                continue
+            params, mask = ask.params, allowed(ask)
+            if mask is not None and not mask.any():
+                sampled.append(Sampled(-1, 0.0, 0, ()))
+                continue
+            sampled.append(Sampled(best[row], 0.0, 0, ()))
+            if params.use_beam_search or params.logprobs is not None:
+                scored.append((place, row, ask.num_top))
+            if params.use_beam_search:
+                continue
+            if mask is not None or _is_changed(ask):
+                changed.append((place, row, ask))
+                masks.append(mask)
+            elif not params.greedy:
+                drawn.append((place, row, ask))
+        self._choose(logits, drawn, sampled)
+        if changed:
+            rows = self._changed(len(changed), logits.shape[1])
+            for (_, row, draw), mask, out in zip(changed, masks, rows, strict=True):
+                self._change(logits[row], draw, mask, out)
+            for (place, _, _), token in zip(changed, self._ops.best(rows).tolist(), strict=True):
+                sampled[place] = Sampled(max(token, 0), 0.0, 0, ())  # 0 where nothing is possible any more
+            drawn = [(place, i, draw) for i, (place, _, draw) in enumerate(changed) if not draw.params.greedy]
+            self._choose(rows, drawn, sampled)
+        self._score(logits, scored, sampled)
+        return sampled
 
-    def score(self, logits: Floats, token_id: int, num_top: int) -> Sampled:
-        """What the logits say about a token that is given: a prompt's."""
-        logits, best = self._finite(logits)
-        return self._score(logits, token_id, best, num_top)
+    def _finite(self, logits: Floats) -> tuple[Floats, list[int]]:
+        """The rows without NaN or +inf, and their best tokens. Sound rows are not copied."""
+        best = self._ops.best(logits)
+        broken = np.flatnonzero(best < 0)
+        if len(broken):
+            self.num_broken_rows += len(broken)
+            _log.error("%d rows of logits are not finite: their requests' tokens are meaningless", len(broken))
+            logits = logits.copy()
+            for row in broken:
+                np.nan_to_num(logits[row], copy=False, nan=-np.inf, posinf=_LARGEST, neginf=-np.inf)
+                if logits[row].max() == -np.inf:
+                    logits[row] = 0
+                best[row] = logits[row].argmax()
+        return logits, best.tolist()
 
-    def _finite(self, logits: Floats) -> tuple[Floats, int]:
-        """The row without NaN or +inf, and its best token. The maximum shows both, so a sound row is not copied."""
-        best = int(logits.argmax())
-        if math.isfinite(logits[best]):
-            return logits, best
-        self.num_broken_rows += 1
-        _log.error("a row of logits is not finite: its request's tokens are meaningless")
-        logits = np.nan_to_num(logits, nan=-np.inf, posinf=_LARGEST, neginf=-np.inf)
-        best = int(logits.argmax())
-        return (logits, best) if math.isfinite(logits[best]) else (np.zeros_like(logits), 0)
+    def _choose(self, logits: Floats, drawn: Sequence[tuple[int, int, Draw]], sampled: list[Sampled]) -> None:
+        """Draw from the given rows and put the tokens in their places."""
+        if not drawn:
+            return
+        params = [draw.params for _, _, draw in drawn]
+        draws = Draws(
+            np.array([row for _, row, _ in drawn], np.int32),
+            np.array([p.temperature for p in params]),
+            np.array([p.top_k for p in params], np.int32),
+            np.array([p.top_p for p in params], np.float64),
+            np.array([p.min_p for p in params], np.float64),
+            np.array([uniform(draw.seed, len(draw.token_ids)) for _, _, draw in drawn]),
+        )
+        for (place, _, _), token in zip(drawn, self._ops.choose(logits, draws).tolist(), strict=True):
+            sampled[place] = Sampled(token, 0.0, 0, ())
 
-    def _score(self, logits: Floats, token: int, best: int, num_top: int) -> Sampled:
-        log_total = float(logits[best]) + math.log(self._exponentials(logits, float(logits[best]), 1.0))
-        rank = 1 if token == best else 1 + int(np.count_nonzero(logits > logits[token]))
-        top: list[tuple[int, float]] = []
-        if num_top == 1:
-            top = [(best, float(logits[best]) - log_total)]
-        elif num_top > 1:
-            ids = _best(logits, num_top)
-            top = [(i, value - log_total) for i, value in zip(ids.tolist(), logits[ids].tolist(), strict=True)]
-        return Sampled(token, float(logits[token]) - log_total, rank, top)
+    def _score(self, logits: Floats, scored: Sequence[tuple[int, int, int]], sampled: list[Sampled]) -> None:
+        """Give those in the given places their log-probabilities, ranks and best tokens."""
+        if not scored:
+            return
+        places, rows, num_tops = zip(*scored, strict=True)
+        of_row, tokens = np.array(rows, np.int32), np.array([sampled[place].token_id for place in places], np.int32)
+        log_totals, ranks, tops = self._ops.score(logits, of_row, tokens, np.array(num_tops, np.int32))
+        logprobs = logits[of_row, tokens] - log_totals
+        best = logits[of_row[:, None], tops] - log_totals[:, None]
+        entries = zip(places, num_tops, logprobs.tolist(), ranks.tolist(), tops.tolist(), best.tolist(), strict=True)
+        for place, count, logprob, rank, ids, values in entries:
+            top = list(zip(ids, values, strict=True))[:count]
+            sampled[place] = Sampled(sampled[place].token_id, logprob, rank, top)
 
-    def _exponentials(self, logits: Floats, largest: float, temperature: float) -> float:
-        """Leave exp((logits - largest) / temperature) in the scratch row and return its sum.
+    def _changed(self, num_rows: int, vocab_size: int) -> Floats:
+        """Memory for rows that are changed; it grows and is kept."""
+        if self._rows.shape[1] != vocab_size or len(self._rows) < num_rows:
+            self._rows = np.empty((num_rows, vocab_size), np.float32)
+        return self._rows[:num_rows]
 
-        numpy sums pairwise in an order that depends on the length alone: good to 1e-6, and the same in any batch.
-        """
-        with np.errstate(over="ignore"):  # logits near ±3e38, from broken rows
-            np.subtract(logits, np.float32(largest), out=self._scratch)
-            if temperature != 1.0:
-                np.multiply(self._scratch, np.float32(1.0 / temperature), out=self._scratch)
-        np.exp(self._scratch, out=self._scratch)
-        return float(self._scratch.sum())
-
-    def _transform(self, logits: Floats, draw: Draw, allowed: Mask | None) -> Floats:
-        """The logits after guide, bias, min_tokens and penalties: the row itself when there is none, else a copy.
+    def _change(self, logits: Floats, draw: Draw, allowed: Mask | None, changed: Floats) -> None:
+        """Put the row after guide, bias, min_tokens and penalties into `changed`.
 
         What min_tokens and, in guided answers, ignore_eos rule out is drawn nevertheless if nothing else is left.
         """
         params = draw.params
-        num_generated = len(draw.token_ids) - draw.num_prompt_tokens
-        suppressed = num_generated < params.min_tokens
-        repeated = params.repetition_penalty != 1.0
-        counted = num_generated > 0 and (params.frequency_penalty != 0.0 or params.presence_penalty != 0.0)
-        if not (params.logit_bias or suppressed or repeated or counted or allowed is not None):
-            return logits
-        changed = self._adjusted
         np.copyto(changed, logits)
         if allowed is not None:
-            changed[~allowed] = -np.inf
+            np.copyto(changed, np.float32(-np.inf), where=~allowed)
             if changed.max() == -np.inf:  # the model takes all of them for impossible
                 changed[allowed] = 0
         if params.logit_bias:
             ids = np.fromiter(params.logit_bias, np.int64, len(params.logit_bias))
             changed[ids] += np.fromiter(params.logit_bias.values(), np.float32, len(ids))
+        suppressed = _is_short(draw)
         ends = list(self._eos) if suppressed or (allowed is not None and params.ignore_eos) else []
         if suppressed:
             ends += params.stop_token_ids
@@ -151,72 +185,26 @@ class Sampler:
             changed[ends] = -np.inf
             if allowed is not None and changed.max() == -np.inf:
                 changed[ends] = before
+        repeated, counted = params.repetition_penalty != 1.0, params.frequency_penalty or params.presence_penalty
         if repeated or counted:
             tokens = np.array(draw.token_ids, np.int64)  # a copy: a view would forbid the sequence to grow
         if repeated:
-            ids = np.unique(tokens)
-            seen = changed[ids].astype(np.float64)
+            seen = changed[tokens].astype(np.float64)
             penalty = params.repetition_penalty
             seen = np.where(seen > 0, seen / penalty, seen * penalty)
-            changed[ids] = np.where(np.isfinite(seen), np.clip(seen, -_LARGEST, _LARGEST), -np.inf)
+            changed[tokens] = np.where(np.isfinite(seen), np.clip(seen, -_LARGEST, _LARGEST), -np.inf)  # equal twins
         if counted:
             ids, counts = np.unique(tokens[draw.num_prompt_tokens :], return_counts=True)
             changed[ids] -= (params.frequency_penalty * counts + params.presence_penalty).astype(np.float32)
-        return changed
-
-    def _choose(self, logits: Floats, params: SamplingParams, point: float) -> int:
-        """Temperature, top_k, top_p, min_p, and the token that lies at `point` of the line of those kept.
-
-        Only the head of the vocabulary is sorted. Each filter keeps a prefix of the order "most likely first", and the
-        running sum of a prefix does not depend on how much of the rest is known, so a longer head changes no answer.
-        """
-        temperature = params.temperature
-        largest = float(logits.max())
-        if largest == -math.inf:  # min_tokens suppressed the whole vocabulary
-            return 0
-        lowest = largest + temperature * math.log(params.min_p) if params.min_p > 0 else -_LARGEST
-        total = None
-        if 0 < params.top_k < len(logits):
-            ids = _best(logits, params.top_k)
-            ids = ids[logits[ids] > -np.inf]
-            line = np.cumsum(np.exp((logits[ids].astype(np.float64) - largest) / temperature))
-        elif params.top_p == 1.0 and params.min_p > 0:
-            ids = _descending(logits, lowest)
-            line = np.cumsum(np.exp((logits[ids].astype(np.float64) - largest) / temperature))
-        else:
-            total = self._exponentials(logits, largest, temperature)
-            needed = total * (params.top_p if params.top_p < 1.0 else point)
-            for depth in _HEADS:
-                ids = _descending(logits, max(largest - depth * temperature, -_LARGEST))
-                line = np.cumsum(self._scratch[ids], dtype=np.float64)
-                if line[-1] > needed:
-                    break
-        num_kept = len(ids)
-        if params.top_p < 1.0:
-            mass = float(line[-1]) if total is None else total
-            num_kept = min(num_kept, int(np.searchsorted(line, params.top_p * mass)) + 1)
-        if params.min_p > 0:
-            num_kept = min(num_kept, max(1, int(np.count_nonzero(logits[ids] >= lowest))))
-        if params.top_p < 1.0 or total is None:
-            total = float(line[num_kept - 1])
-        return int(ids[min(int(np.searchsorted(line[:num_kept], point * total, side="right")), num_kept - 1)])
 
 
-def _descending(logits: Floats, lowest: float) -> Ids:
-    """Tokens of at least `lowest`, most likely first, lower ids first among equals.
-
-    Sorted as integers: the value's bits, turned so that they descend, above the token id.
-    """
-    ids = np.flatnonzero(logits >= np.float32(lowest))
-    bits = (logits[ids] + np.float32(0)).view(np.uint32)  # adding 0 makes one zero of two
-    bits = np.where(bits >> 31, bits, bits ^ np.uint32(0x7FFFFFFF))
-    keys = (bits.astype(np.uint64) << 32) | ids.astype(np.uint64)
-    keys.sort()
-    return (keys & 0xFFFFFFFF).astype(np.int64)
+def _is_short(draw: Draw) -> bool:
+    """Whether the answer has fewer tokens than it must."""
+    return len(draw.token_ids) - draw.num_prompt_tokens < draw.params.min_tokens
 
 
-def _best(logits: Floats, count: int) -> Ids:
-    """The `count` most likely tokens, in order; all of them when there are fewer."""
-    if count >= len(logits):
-        return _descending(logits, -math.inf)
-    return _descending(logits, float(np.partition(logits, -count)[-count]))[:count]
+def _is_changed(draw: Draw) -> bool:
+    """Whether bias, min_tokens or penalties change a row."""
+    params = draw.params
+    penalised = params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
+    return bool(params.logit_bias or penalised or _is_short(draw))

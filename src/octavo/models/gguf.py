@@ -44,7 +44,7 @@ def _blocks(raw: Bytes, size: int) -> Bytes:
 
 def _half(blocks: Bytes, at: int) -> Floats:
     """The float16 at byte `at` of each block, as float32 [rows, blocks]."""
-    return np.ascontiguousarray(blocks[:, :, at : at + 2]).view(np.float16)[:, :, 0].astype(np.float32)
+    return blocks[:, :, at : at + 2].view(np.float16)[:, :, 0].astype(np.float32)
 
 
 def _nibbles(packed: Bytes) -> Bytes:

@@ -66,6 +66,7 @@ class Decoder:
         self.norm = vector("norm")
         self.head = self.embedding if self.config.tie_embeddings else linear("lm_head")
         self.rope = ops.rope_table(inverse_frequencies(checkpoint), max_model_len)
+        self._compiled = ops.compiled(self._forward)
 
     @property
     def footprints(self) -> tuple[Footprint, Footprint]:
@@ -76,6 +77,9 @@ class Decoder:
 
     def forward(self, step: StepInputs, pool: KVPool) -> Tensor:
         """The residual stream after the last layer, [num_rows, hidden]; keys and values are written into the pages."""
+        return self._compiled(step, pool)
+
+    def _forward(self, step: StepInputs, pool: KVPool) -> Tensor:
         ops, c = self._ops, self.config
         x = ops.embed(self.embedding, step)
         for i, layer in enumerate(self.layers):

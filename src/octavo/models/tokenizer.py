@@ -12,13 +12,15 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from octavo.errors import InvalidRequest, ModelError
-from octavo.models.chat_template import ChatTemplate
+
+if TYPE_CHECKING:
+    from octavo.models.chat_template import ChatTemplate
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +67,8 @@ class Tokenizer:
         self.bos_token_id, self.add_bos = bos_token_id, add_bos and bos_token_id is not None
         ends = sorted(token for token in self._control if pieces[token] in END_OF_TURN)
         self.eos_token_ids = tuple(dict.fromkeys([*eos_token_ids, *ends]))
-        self._templates = {name: ChatTemplate(source) for name, source in templates.items()}
+        self._sources = dict(templates)
+        self._templates: dict[str, ChatTemplate] = {}  # those that were used
         self._bytes: dict[int, bytes] = {}
 
     @property
@@ -118,7 +121,7 @@ class Tokenizer:
 
     def set_chat_template(self, source: str) -> None:
         """Use this template in place of the model's own, with tools and without."""
-        self._templates = {"default": ChatTemplate(source)}
+        self._sources, self._templates = {"default": source}, {}
 
     def render_chat(
         self,
@@ -154,7 +157,12 @@ class Tokenizer:
         return self.encode(self.render_chat(messages, add_generation_prompt, tools, variables))
 
     def _template(self, tools: bool) -> ChatTemplate | None:
-        return self._templates.get("tool_use" if tools and "tool_use" in self._templates else "default")
+        name = "tool_use" if tools and "tool_use" in self._sources else "default"
+        if name in self._sources and name not in self._templates:
+            from octavo.models.chat_template import ChatTemplate  # brings Jinja with it, which a prompt does without
+
+            self._templates[name] = ChatTemplate(self._sources[name])
+        return self._templates.get(name)
 
     def _find_bytes(self, token: int) -> bytes:
         piece = self._pieces[token]

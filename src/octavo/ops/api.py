@@ -9,6 +9,7 @@ pages, threads or page sizes are about.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ Tensor = Any
 """A backend's own array."""
 
 Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
 Ints = NDArray[np.int32]
 
 
@@ -81,11 +83,38 @@ class StepInputs(NamedTuple):
     pages: Ints
 
 
+class Draws(NamedTuple):
+    """Tokens to be drawn, [num_draws] each: `rows` says from which row of logits; a `top_k` below 1 keeps all tokens.
+
+    `points`, in [0, 1), are the noise.
+    """
+
+    rows: Ints
+    temperatures: Doubles
+    top_ks: Ints
+    top_ps: Doubles
+    min_ps: Doubles
+    points: Doubles
+
+
+class Scores(NamedTuple):
+    """Of each row that was asked about: log of the sum of exponentials, the given token's rank (1 = most likely), and
+    the best tokens, of which a row fills as many as it asked for: [num_rows], [num_rows], [num_rows, most asked for].
+    """
+
+    log_totals: Doubles
+    ranks: Ints
+    tops: Ints
+
+
 class KVPool(NamedTuple):
     """The pages of the device tier: `data` is [num_pages, page_bytes] bytes in the backend's memory."""
 
     format: KVFormat
     data: Tensor
+
+
+Forward = Callable[[StepInputs, KVPool], Tensor]
 
 
 class Ops(Protocol):
@@ -110,6 +139,12 @@ class Ops(Protocol):
         """Cosines and sines of position · frequency, from float64 arithmetic: float32 [num_positions, head_dim / 2]."""
 
     def allocate_pages(self, format: KVFormat, num_pages: int) -> KVPool: ...
+
+    def compiled(self, forward: Forward) -> Forward:
+        """The same forward pass, for one that calls the same ops on the same tensors whatever the step holds.
+
+        A backend may note its calls the first time, and then make them without Python.
+        """
 
     # ── between forward passes ──
 
@@ -154,3 +189,23 @@ class Ops(Protocol):
 
     def logits(self, x: Tensor, rows: Ints, norm: Tensor, eps: float, weight: Tensor) -> Floats:
         """Final norm and vocabulary projection of the given rows: [len(rows), vocab] in host memory."""
+
+    # ── from logits to tokens: `logits` are host memory, [num_rows, vocab], of one vocabulary throughout ──
+
+    def best(self, logits: Floats) -> Ints:
+        """The most likely token of each row, the lowest id among equals; -1 where the row is broken.
+
+        That is, where a logit is NaN or +inf or none is finite. Nothing else may be asked of broken rows.
+        """
+
+    def choose(self, logits: Floats, draws: Draws) -> Ints:
+        """A token for each draw.
+
+        Filters keep a beginning of the order "most likely first, lower ids first among equals": top_k tokens of those
+        that are possible, then the fewest with top_p of the mass, then those of at least min_p of the best one's mass.
+        What is kept lies end to end on a line, each token as long as its mass; the point that divides the line as
+        `points` divide [0, 1) names the token. A mass is exp((logit - largest) / temperature).
+        """
+
+    def score(self, logits: Floats, rows: Ints, tokens: Ints, num_tops: Ints) -> Scores:
+        """What the given rows say of the given tokens, one each, and their best tokens, in the order of `choose`."""

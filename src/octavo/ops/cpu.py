@@ -9,16 +9,34 @@ The environment variable OCTAVO_ISA (generic, avx2, avx512, amx) forces a varian
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
 from octavo import _native
 from octavo.errors import ConfigError
 from octavo.kv_format import KVFormat
-from octavo.ops.api import Floats, Footprint, Ints, KVPool, StepInputs, Weight
+from octavo.ops.api import (
+    Draws,
+    Floats,
+    Footprint,
+    Forward,
+    Ints,
+    KVPool,
+    Quantized,
+    Scores,
+    StepInputs,
+    Tensor,
+    Weight,
+)
 
-PACKED_AT_ONCE = 1 << 22  # weights decoded before they are packed: bounds the memory that loading takes
+PACKED_AT_ONCE = 1 << 18  # weights that a thread decodes before it packs them: bounds the memory that loading takes
 MAX_THREADS = 1024
+
+Spread = Callable[..., Iterable[Any]]
+"""`map`, or one that works on several threads."""
 
 
 def choose_variant(name: str | None) -> str:
@@ -49,7 +67,10 @@ class CpuOps:
         chosen = choose_variant(variant or os.environ.get("OCTAVO_ISA"))
         self.backend = _native.Backend(chosen, choose_threads(num_threads))
         self._outputs: dict[tuple[str, int], _native.Matrix] = {}
-        self._step: tuple[StepInputs, _native.Step] | None = None
+        self._loaders = ThreadPoolExecutor(self.backend.num_threads, "octavo-load")
+        self._rows = _native.Step()
+        self._step: StepInputs | None = None  # which `_rows` is a copy of
+        self._kept: list[Any] | None = None  # what the program that is being recorded refers to
 
     def _output(self, method: str, columns: int) -> _native.Matrix:
         """The memory that a method's results of this width always use."""
@@ -60,17 +81,23 @@ class CpuOps:
 
     def _native_step(self, step: StepInputs) -> _native.Step:
         """The step checked and copied, once for all layers."""
-        if self._step is None or self._step[0] is not step:
-            arrays = (step.positions, step.row_start, step.write_start, step.page_start, step.pages)
-            self._step = step, _native.Step(*arrays)
-        return self._step[1]
+        if self._step is not step:
+            self._step = None
+            self._rows.set(*step)
+            self._step = step
+        return self._rows
+
+    def _perform(self, op: Callable[..., None], *args: Any) -> None:
+        op(self.backend, *args)
+        if self._kept is not None:
+            self._kept.append(args)
 
     # ── at load ──
 
     def linear(self, weights: list[Weight], bias: Floats | None = None, *, fine: bool = False) -> _native.Linear:
         packed = _native.Linear(self.backend, weights[0].shape[1], fine)
         for weight in weights:
-            _pack(packed, weight)
+            _pack(packed, weight, self._loaders.map)
         if bias is not None:
             packed.set_bias(np.ascontiguousarray(bias, np.float32))
         return packed
@@ -97,6 +124,31 @@ class CpuOps:
         shape = (format.num_layers, format.num_kv_heads, format.head_dim, format.block_size)
         return KVPool(format, _native.Pages(num_pages, format.page_bytes, *shape, format.dtype == "bf16"))
 
+    def compiled(self, forward: Forward) -> Forward:
+        """Native calls cost some microseconds each from Python, and a step of one row makes hundreds that take ten."""
+        program: tuple[KVPool, _native.Program, list[Any], Tensor] | None = None
+
+        def run(step: StepInputs, pool: KVPool) -> Tensor:
+            nonlocal program
+            if program is None or program[0] is not pool:
+                program = (pool, *self._record(forward, step, pool))
+            else:
+                self._native_step(step)
+                program[1].run()
+            return program[3]
+
+        return run
+
+    def _record(self, forward: Forward, step: StepInputs, pool: KVPool) -> tuple[_native.Program, list[Any], Tensor]:
+        """Run a forward pass: (its calls, what they refer to, what it returned)."""
+        program, self._kept = _native.Program(), []
+        self.backend.record(program)
+        try:
+            return program, self._kept, forward(step, pool)
+        finally:
+            self.backend.record(None)
+            self._kept = None
+
     # ── between forward passes ──
 
     def copy_page(self, pool: KVPool, src: int, dst: int) -> None:
@@ -106,14 +158,14 @@ class CpuOps:
 
     def embed(self, table: _native.Linear, step: StepInputs) -> _native.Matrix:
         x = self._output("embed", table.inputs)
-        _native.embed(self.backend, table, step.token_ids, x)
+        self._perform(_native.embed, table, self._native_step(step), x)
         return x
 
     def norm_linear(
         self, x: _native.Matrix, norm: _native.Vector, eps: float, weight: _native.Linear
     ) -> _native.Matrix:
         out = self._output("norm_linear", weight.outputs)
-        _native.linear(self.backend, x, norm, eps, weight, out)
+        self._perform(_native.linear, x, norm, eps, weight, out)
         return out
 
     def rope_write(
@@ -129,7 +181,7 @@ class CpuOps:
         eps: float = 0.0,
     ) -> None:
         rows = self._native_step(step)
-        _native.rope_write(self.backend, qkv, layer, num_heads, pool.data, rope, rows, q_norm, k_norm, eps)
+        self._perform(_native.rope_write, qkv, layer, num_heads, pool.data, rope, rows, q_norm, k_norm, eps)
 
     def attention(
         self,
@@ -141,17 +193,17 @@ class CpuOps:
         window: int | None = None,
     ) -> _native.Matrix:
         out = self._output("attention", num_heads * pool.format.head_dim)
-        _native.attention(self.backend, qkv, layer, num_heads, pool.data, self._native_step(step), window or 0, out)
+        self._perform(_native.attention, qkv, layer, num_heads, pool.data, self._native_step(step), window or 0, out)
         return out
 
     def add_linear(self, x: _native.Matrix, inputs: _native.Matrix, weight: _native.Linear) -> None:
-        _native.add_linear(self.backend, x, inputs, weight)
+        self._perform(_native.add_linear, x, inputs, weight)
 
     def norm_gate_up(
         self, x: _native.Matrix, norm: _native.Vector, eps: float, weight: _native.Linear
     ) -> _native.Matrix:
         out = self._output("norm_gate_up", weight.outputs // 2)
-        _native.gate_up(self.backend, x, norm, eps, weight, out)
+        self._perform(_native.gate_up, x, norm, eps, weight, out)
         return out
 
     def logits(self, x: _native.Matrix, rows: Ints, norm: _native.Vector, eps: float, weight: _native.Linear) -> Floats:
@@ -175,29 +227,54 @@ class CpuOps:
         rate: float = _native.product_rate(self.backend, dtype)
         return rate
 
+    # ── from logits to tokens ──
 
-def _pack(packed: _native.Linear, weight: Weight) -> None:
-    """Append a matrix, a few million weights at a time."""
+    def best(self, logits: Floats) -> Ints:
+        tokens = np.empty(len(logits), np.int32)
+        _native.best(self.backend, logits, tokens)
+        return tokens
+
+    def choose(self, logits: Floats, draws: Draws) -> Ints:
+        tokens = np.empty(len(draws.rows), np.int32)
+        _native.choose(self.backend, logits, *draws, tokens)
+        return tokens
+
+    def score(self, logits: Floats, rows: Ints, tokens: Ints, num_tops: Ints) -> Scores:
+        width = min(int(num_tops.max(initial=0)), logits.shape[1])
+        scores = Scores(np.empty(len(rows)), np.empty(len(rows), np.int32), np.zeros((len(rows), width), np.int32))
+        _native.score(self.backend, logits, rows, tokens, np.minimum(num_tops, width), *scores)
+        return scores
+
+
+def _pack(packed: _native.Linear, weight: Weight, spread: Spread = map) -> None:
+    """Append a matrix in pieces, `spread` over threads."""
     num_outputs, num_inputs = weight.shape
     rows = max(PACKED_AT_ONCE // num_inputs // 16 * 16, 16)
     chunks = [(start, min(start + rows, num_outputs)) for start in range(0, num_outputs, rows)]
+
+    def pack_float(chunk: tuple[int, int]) -> None:
+        packed.pack_float(chunk[0], np.ascontiguousarray(weight.float32(*chunk)))
+
     if weight.bits > 8:
         packed.add_segment(num_outputs, 16, 0, False, False)
-        for start, stop in chunks:
-            packed.pack_float(start, np.ascontiguousarray(weight.float32(start, stop)))
-    elif not _pack_quantized(packed, weight, chunks, wide=False):
+        list(spread(pack_float, chunks))
+    elif not _pack_quantized(packed, weight, chunks, False, spread):
         packed.drop_segment()
-        _pack_quantized(packed, weight, chunks, wide=True)
+        _pack_quantized(packed, weight, chunks, True, spread)
 
 
-def _pack_quantized(packed: _native.Linear, weight: Weight, chunks: list[tuple[int, int]], wide: bool) -> bool:
+def _pack_quantized(
+    packed: _native.Linear, weight: Weight, chunks: list[tuple[int, int]], wide: bool, spread: Spread
+) -> bool:
     """Append a matrix with scales in f16 or, where `wide`, in float32. False where f16 does not hold every scale."""
-    for start, stop in chunks:
-        codes, scales, minimums, group, bits = weight.quantized(start, stop)
-        fits = wide or (_native.fit_f16(scales) and (minimums is None or _native.fit_f16(minimums)))
-        if start == 0:
-            packed.add_segment(weight.shape[0], bits, group, minimums is not None, wide)
-        if not fits:
+    first = weight.quantized(*chunks[0])
+    packed.add_segment(weight.shape[0], first.bits, first.group, first.minimums is not None, wide)
+
+    def pack(start: int, rows: Quantized) -> bool:
+        codes, scales, minimums, *_ = rows
+        if not (wide or (_native.fit_f16(scales) and (minimums is None or _native.fit_f16(minimums)))):
             return False
         packed.pack_quantized(start, np.ascontiguousarray(codes).view(np.uint8), scales, minimums)
-    return True
+        return True
+
+    return pack(0, first) and all(list(spread(lambda chunk: pack(chunk[0], weight.quantized(*chunk)), chunks[1:])))

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.kv_format import ITEM_BYTES, KVFormat
-from octavo.ops.api import Floats, Footprint, Ints, KVPool, StepInputs, Weight
+from octavo.ops.api import Draws, Floats, Footprint, Forward, Ints, KVPool, Scores, StepInputs, Weight
 
 BLOCK_ROWS = 8
 SMALL_PRODUCT = 10_000_000
@@ -123,6 +123,9 @@ class ReferenceOps:
     def allocate_pages(self, format: KVFormat, num_pages: int) -> KVPool:
         return KVPool(format, np.zeros((num_pages, format.page_bytes), np.uint8))
 
+    def compiled(self, forward: Forward) -> Forward:
+        return forward
+
     def copy_page(self, pool: KVPool, src: int, dst: int) -> None:
         pool.data[dst] = pool.data[src]
 
@@ -195,3 +198,41 @@ class ReferenceOps:
 
     def logits(self, x: Floats, rows: Ints, norm: Floats, eps: float, weight: Linear) -> Floats:
         return self._project(rms_norm(x[rows], norm, eps), weight)
+
+    def best(self, logits: Floats) -> Ints:
+        tokens = logits.argmax(axis=1).astype(np.int32)  # the first NaN, if there is one
+        tokens[~np.isfinite(logits[np.arange(len(logits)), tokens])] = -1
+        return tokens
+
+    def choose(self, logits: Floats, draws: Draws) -> Ints:
+        return np.array([_choose(logits[row], *draw) for row, *draw in zip(*draws, strict=True)], np.int32)
+
+    def score(self, logits: Floats, rows: Ints, tokens: Ints, num_tops: Ints) -> Scores:
+        width = min(int(num_tops.max(initial=0)), logits.shape[1])
+        scores = Scores(np.empty(len(rows)), np.empty(len(rows), np.int32), np.zeros((len(rows), width), np.int32))
+        for i, (row, token, count) in enumerate(zip(logits[rows], tokens, num_tops, strict=True)):
+            largest = np.float64(row.max())
+            scores.log_totals[i] = largest + np.log(np.exp(row - largest).sum())
+            scores.ranks[i] = 1 + np.count_nonzero(row > row[token])
+            scores.tops[i, :count] = likely_first(row)[:count]
+        return scores
+
+
+def likely_first(logits: Floats) -> Ints:
+    """All token ids, most likely first, lower ids first among equals."""
+    return np.argsort(-logits, kind="stable").astype(np.int32)
+
+
+def _choose(logits: Floats, temperature: float, top_k: int, top_p: float, min_p: float, point: float) -> int:
+    kept = likely_first(logits)
+    kept = kept[logits[kept] > -np.inf][: top_k if top_k > 0 else None]
+    if not len(kept):
+        return 0
+    mass = np.exp((logits[kept].astype(np.float64) - np.float64(logits[kept[0]])) / temperature)
+    if top_p < 1.0:
+        line = np.cumsum(mass)
+        mass = mass[: np.searchsorted(line, top_p * line[-1]) + 1]
+    if min_p > 0.0:
+        mass = mass[: max(1, np.count_nonzero(mass >= min_p))]
+    line = np.cumsum(mass)
+    return int(kept[min(np.searchsorted(line, point * line[-1], side="right"), len(mass) - 1)])

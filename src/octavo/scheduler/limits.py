@@ -41,7 +41,7 @@ class Limits(NamedTuple):
             "stop_token_ids": params.stop_token_ids,
             "logit_bias": params.logit_bias or (),
         }.items():
-            self._check_ids(field, tokens)
+            self.check_ids(field, tokens)
         for field, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             if (count or 0) > self.vocab_size:
                 raise InvalidRequest(field, f"{count} is more than the {self.vocab_size} tokens of the vocabulary")
@@ -64,7 +64,8 @@ class Limits(NamedTuple):
             )
         return most if wanted is None else wanted
 
-    def _check_ids(self, field: str, tokens: abc.Collection[Any]) -> None:
+    def check_ids(self, field: str, tokens: abc.Collection[Any]) -> None:
+        """Raise InvalidRequest unless all are token ids."""
         whole = isinstance(tokens, array) and tokens.typecode == "i"
         if whole and tokens and min(tokens) >= 0 and max(tokens) < self.vocab_size:
             return  # two passes in C instead of one here

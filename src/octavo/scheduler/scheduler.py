@@ -11,6 +11,7 @@ from array import array
 from collections import abc
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from operator import attrgetter
 
 from octavo.cache.manager import Admission, CacheManager, Wait
 from octavo.config import EngineConfig
@@ -135,12 +136,14 @@ class Scheduler:
         Order of service: sequences that need one more token, then prompts under way and newly admitted ones, which
         share what is left of max_num_batched_tokens. Pages are reserved here; when there are none, the last gives way.
         """
-        in_order = sorted(self._running.values(), key=lambda seq: seq.key)
         self.newly_scheduled = []
+        in_order = sorted(self._running.values(), key=attrgetter("key"))
         # reserving may preempt sequences further on in the list, which are then no longer running
         chosen = [(seq, 1) for seq in in_order if seq.phase is Phase.RUNNING and self._reserve_next(seq)]
         budget = self._max_num_batched_tokens - len(chosen)
-        prefilling = [seq for seq in self._running.values() if seq.num_remaining > 1]
+        prefilling: list[Sequence] = []
+        if len(chosen) < len(self._running):
+            prefilling = [seq for seq in self._running.values() if seq.num_remaining > 1]
         self._admit(prefilling, budget)
         shares = fair_shares([seq.num_remaining for seq in prefilling], budget)
         chosen += [(seq, share) for seq, share in zip(prefilling, shares, strict=True) if share]
@@ -155,40 +158,51 @@ class Scheduler:
         """Take a step's result in: pages become findable, tokens are appended, forks made, finished sequences ended."""
         outputs: list[Output] = []
         searching: dict[int, Group] = {}
-        for sequence, piece, news in zip(self._planned, plan.slices, result.slices, strict=True):
-            if sequence.table is None:  # aborted since
+        commit = self.cache.commit
+        for sequence, piece, (sampled, scores) in zip(self._planned, plan.slices, result.slices, strict=True):
+            table, group = sequence.table, sequence.group
+            if table is None:  # aborted since
                 continue
             count = len(piece.token_ids)
             sequence.num_computed += count
             self.stats.computed_tokens += count
-            self.cache.commit(sequence.table, sequence.token_ids, sequence.num_computed)
-            if news.prompt_logprobs:
-                sequence.group.prompt_logprobs.extend(news.prompt_logprobs)
+            commit(table, sequence.token_ids, sequence.num_computed)
+            if scores:
+                group.prompt_logprobs.extend(scores)
             if not piece.draws:
                 continue
-            if sequence.group.request.params.use_beam_search:
-                self._park(sequence, news.sampled[0])
-                searching[sequence.group.arrival] = sequence.group
+            if group.searches:
+                self._park(sequence, sampled[0])
+                searching[group.arrival] = group
+            elif len(sampled) == 1:
+                self._take(sequence, sampled, outputs)
             else:
-                self._append(sequence, news.sampled, outputs)
+                self._fan_out(sequence, sampled, outputs)
         for group in searching.values():
             if all(beam.phase is Phase.PARKED for beam in group.live.values()):
                 self._advance(group, outputs)
         return outputs
 
-    def abandon(self) -> None:
-        """Drop the requests of the step that was planned last: it broke, and nothing of it was committed."""
-        for sequence in self._planned:
-            self.abort(sequence.group.request.request_id)
+    def abandon(self, slices: abc.Iterable[int] | None = None) -> dict[str, int]:
+        """Drop the requests of the step that was planned last, or of some of its slices: nothing of it was committed.
+
+        Returns them, each with the number of a slice.
+        """
+        broken = range(len(self._planned)) if slices is None else slices
+        requests = {self._planned[number].group.request.request_id: number for number in broken}
+        for request_id in requests:
+            self.abort(request_id)
+        return requests
 
     # ── scheduling, in parts ──
 
     def _reserve_next(self, sequence: Sequence) -> bool:
         """Pages for a sequence that needs just one token, preempting from the back; False if it had to give way."""
-        assert sequence.table is not None
-        if sequence.num_remaining > 1:  # a prompt under way, whose pages were reserved at admission
+        table, num_computed, num_tokens = sequence.table, sequence.num_computed, len(sequence.token_ids)
+        assert table is not None
+        if num_tokens - num_computed > 1:  # a prompt under way, whose pages were reserved at admission
             return False
-        while not self.cache.reserve(sequence.table, sequence.num_computed, len(sequence.token_ids)):
+        while not self.cache.reserve(table, num_computed, num_tokens):
             last = victim((self._parked or self._running).values())
             self._preempt(last)
             if last is sequence:
@@ -244,12 +258,11 @@ class Scheduler:
         return admission
 
     def _slice(self, sequence: Sequence, count: int) -> Slice:
-        start, tokens = sequence.num_computed, sequence.token_ids
+        start, tokens, group = sequence.num_computed, sequence.token_ids, sequence.group
         stop = start + count
         assert sequence.table is not None
-        draws = sequence.draws if stop == len(tokens) else ()
-        group, pages = sequence.group, sequence.table.pages
-        if not group.scores_prompt:
+        draws, pages = sequence.draws if stop == len(tokens) else (), sequence.table.pages
+        if not (group.wants_scores and group.scores_prompt):
             return Slice(sequence.seq_id, start, tokens[start:stop], sequence.write_start, pages, draws)
         targets = tokens[start + 1 : min(stop, group.num_prompt_tokens - 1) + 1]
         num_top = group.request.params.prompt_logprobs
@@ -298,32 +311,39 @@ class Scheduler:
 
     # ── results, in parts ──
 
-    def _append(self, sequence: Sequence, sampled: abc.Sequence[Sampled], outputs: list[Output]) -> None:
-        """Append a sequence's new token; at the end of the prompt fork one sequence for each further choice."""
+    def _fan_out(self, sequence: Sequence, sampled: abc.Sequence[Sampled], outputs: list[Output]) -> None:
+        """At the end of the prompt, fork one sequence for each further choice; give each its first token."""
         choices = [sequence]
-        if len(sampled) > 1:
-            choices += [self._fork(sequence, index, sequence.draws[index].seed) for index in range(1, len(sampled))]
-            sequence.draws = sequence.draws[:1]
-        group, params = sequence.group, sequence.group.request.params
-        request_id, num_cached = group.request.request_id, group.num_cached_tokens or 0
+        choices += [self._fork(sequence, index, sequence.draws[index].seed) for index in range(1, len(sampled))]
+        sequence.draws = sequence.draws[:1]
         for choice, token in zip(choices, sampled, strict=True):
-            news = (token,) if token.token_id >= 0 else ()
-            choice.token_ids.extend(drawn.token_id for drawn in news)
-            generated = choice.num_generated
-            reason: FinishReason | None = None
-            if not news:
-                reason = "abort"
-            elif token.token_id in group.stop_token_ids and generated > params.min_tokens:
+            self._take(choice, (token,), outputs)
+
+    def _take(self, sequence: Sequence, news: abc.Sequence[Sampled], outputs: list[Output]) -> None:
+        """Append the one token of `news`, say so, and end the sequence if it is the last."""
+        group, token = sequence.group, news[0].token_id
+        self.stats.generation_tokens += 1
+        scores: abc.Sequence[Sampled] | None = None
+        reason: FinishReason | None = None
+        if token < 0:
+            news, reason = (), "abort"
+        else:
+            sequence.token_ids.append(token)
+            generated = len(sequence.token_ids) - group.num_prompt_tokens
+            if token in group.stop_token_ids and generated > group.request.params.min_tokens:
                 reason = "stop"
-            elif params.guide is not None and token.token_id in self._eos_token_ids:
+            elif group.guided and token in self._eos_token_ids:
                 reason = "stop"  # nothing else could follow
             elif generated >= group.max_tokens:
                 reason = "length"
-            scores = group.prompt_logprobs if generated == 1 and choice.index == 0 and group.wants_scores else None
-            outputs.append(Output(request_id, choice.index, news, reason, num_cached, choice.num_preemptions, scores))
-            if reason is not None:
-                self._end(choice)
-        self.stats.generation_tokens += len(sampled)
+            if generated == 1 and group.wants_scores and sequence.index == 0:
+                scores = group.prompt_logprobs
+        cached = group.num_cached_tokens or 0
+        outputs.append(
+            Output(group.request.request_id, sequence.index, news, reason, cached, sequence.num_preemptions, scores)
+        )
+        if reason is not None:
+            self._end(sequence)
 
     def _fork(self, parent: Sequence, index: int, seed: int) -> Sequence:
         """A sequence like `parent`, on the same pages if there is a place to run it, else waiting."""

@@ -89,6 +89,7 @@ class Group:
 
     __slots__ = (
         "arrival",
+        "guided",
         "hypotheses",
         "live",
         "max_tokens",
@@ -97,6 +98,7 @@ class Group:
         "priority",
         "prompt_logprobs",
         "request",
+        "searches",
         "stop_token_ids",
         "wants_scores",
     )
@@ -109,6 +111,8 @@ class Group:
         self.arrival = arrival
         self.max_tokens = max_tokens
         self.stop_token_ids = stop_token_ids
+        self.searches = request.params.use_beam_search
+        self.guided = request.params.guide is not None
         self.wants_scores = request.params.prompt_logprobs is not None
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_cached_tokens: int | None = None  # None until the first admission

@@ -12,7 +12,7 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -28,8 +28,8 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from octavo import __version__
-from octavo.engine.async_llm import AsyncLLM, RequestStream
-from octavo.errors import ConfigError, EngineDead, InvalidRequest, Overloaded, RequestTooLarge
+from octavo.engine.async_llm import AsyncLLM, RequestStream, Take
+from octavo.errors import ConfigError, EngineDead, InvalidRequest, Overloaded, RequestFailed, RequestTooLarge
 from octavo.models.tokenizer import Tokenizer
 from octavo.server.metrics import CONTENT_TYPE, Metrics, RequestMetrics
 from octavo.server.openapi import document
@@ -49,21 +49,25 @@ from octavo.server.protocol import (
     VersionReply,
     decode,
     encode,
+    message_text,
     refused,
 )
 from octavo.server.settings import ServerConfig
 from octavo.server.stream import DONE, Answer, ChatReplies, CompletionReplies, event, usage
-from octavo.server.structured import Constraint, constraint
+from octavo.server.structured import LEGACY_FIELDS, Constraint, constraint, json_size
 from octavo.server.tools import template_messages, tool_use
 from octavo.types import Output, Request, SamplingParams
 
 _log = logging.getLogger(__name__)
 _requests = logging.getLogger("octavo.requests")
 
-SMALL_BODY = 1 << 15
+SMALL_BODY = 1 << 13
 """Bodies up to this many bytes are decoded and tokenised at once; larger ones in a thread, beside the event loop."""
 HUGE_BODY = 1 << 20
 """From here on they wait for each other, so that those between need not wait for them."""
+PROBES = ("/health", "/metrics")
+"""What is asked again and again, and logged only when it goes wrong."""
+LOGGED = "octavo.logged"
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -85,10 +89,11 @@ class Exchange:
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self.arrived = time.monotonic()
         self.started = False
-        self.fields: dict[str, Any] = {"id": self.id, "path": scope["path"], "client": (scope["client"] or ("",))[0]}
+        self.fields: dict[str, Any] = {"id": self.id, "path": scope["path"], "client": _client(scope)}
         self.answers: Sequence[Answer] = ()
         self.first_token_s: float | None = None
         self.renamed: dict[str, str] = {}  # the engine's names of fields to the body's
+        self.gone: Callable[[], bool] = lambda: False
         self._send = send
 
     async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
@@ -99,6 +104,8 @@ class Exchange:
 
     async def write(self, body: bytes, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        if self.gone():  # the end of a reply lets the watch for that end too, but not before this
+            raise Disconnected
 
     async def reply(self, status: int, value: object, extra: dict[str, str] | None = None) -> None:
         body = encode(value)
@@ -149,7 +156,7 @@ class Application:
             Route("/metrics", self._metrics, methods=["GET"]),
             Route("/openapi.json", self._openapi, methods=["GET"]),
         ]
-        middleware = [Middleware(_Counted, metrics=self.metrics)]
+        middleware = [Middleware(_Watched, metrics=self.metrics, log=not self.config.disable_log_requests)]
         if self.config.allowed_origins:
             middleware.append(
                 Middleware(
@@ -159,7 +166,12 @@ class Application:
                     allow_headers=["*"],
                 )
             )
-        handlers: dict[Any, Any] = {APIError: _api_error, HTTPException: _http_error, Exception: _unexpected}
+        handlers: dict[Any, Any] = {
+            APIError: _api_error,
+            HTTPException: _http_error,
+            Disconnected: _nobody,
+            Exception: _unexpected,
+        }
         starlette = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
         starlette.router.redirect_slashes = False  # a redirect would repeat the Host header of whoever asks
         return starlette
@@ -200,26 +212,28 @@ class Application:
         body = await self._read(http.scope, http.receive, TokenizeRequest)
         self._check_model(body.model)
         body.check()
-        special = body.add_special_tokens
+        return await _unless_gone(self._tokenized(body), http.receive)
+
+    async def _tokenized(self, body: TokenizeRequest) -> Response:
         try:
             if body.messages is not None:
-                tokens = await self._chat_tokens(
-                    body.messages,
-                    body.tools,
-                    body.add_generation_prompt,
-                    body.continue_final_message,
-                    body.chat_template_kwargs,
-                    bool(special),
-                    limited=False,
-                )
+                tokens = await self._chat_tokens(body, body.messages, body.tools)
             else:
-                tokens = await self._tokens(body.prompt or "", special is not False, limited=False)
+                tokens = await self._tokens(body.prompt or "", body.add_special_tokens is not False)
         except InvalidRequest as error:
             raise refused(error) from None
-        reply = TokenizeReply(count=len(tokens), max_model_len=self.llm.max_model_len, tokens=tokens)
-        if body.return_token_strs:
-            reply.token_strs = [self.llm.tokenizer.token_text(token) for token in tokens]
-        return _json(reply)
+        texts = self.llm.tokenizer.token_text
+        return await self._beside(
+            len(tokens),
+            lambda: _json(
+                TokenizeReply(
+                    count=len(tokens),
+                    max_model_len=self.llm.max_model_len,
+                    tokens=tokens,
+                    token_strs=[texts(token) for token in tokens] if body.return_token_strs else None,
+                )
+            ),
+        )
 
     async def _detokenize(self, http: HTTPRequest) -> Response:
         self._authorise(http.scope)
@@ -229,8 +243,8 @@ class Application:
         if (token := max(body.tokens, default=0)) >= vocab_size:
             message = f"tokens: {token} is not a token id from 0 to {vocab_size - 1}"
             raise APIError(400, message, param="tokens", code="invalid_value")
-        text = await self._beside(len(body.tokens), self.llm.tokenizer.decode, body.tokens, False)
-        return _json(DetokenizeReply(text))
+        decoding = self._beside(len(body.tokens), self.llm.tokenizer.decode, body.tokens, False)
+        return _json(DetokenizeReply(await _unless_gone(decoding, http.receive)))
 
     def _card(self, name: str) -> ModelCard:
         return ModelCard(id=name, created=self.created, root=self._root, max_model_len=self.llm.max_model_len)
@@ -253,10 +267,9 @@ class Application:
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:
-            shown = name if len(name) <= 100 else name[:99] + "…"
             raise APIError(
                 404,
-                f"the model {shown!r} does not exist: there is {', '.join(self.names)}",
+                f"the model {_shown(name)!r} does not exist: there is {', '.join(self.names)}",
                 param="model",
                 code="model_not_found",
             )
@@ -306,10 +319,10 @@ class Application:
         threads = self._threads if size <= HUGE_BODY else self._slow_thread
         return await asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
 
-    async def _tokens(self, text: str, special: bool, *, limited: bool = True) -> list[int]:
+    async def _tokens(self, text: str, special: bool = True) -> list[int]:
         """A text's tokens. Raises RequestTooLarge for one that is hopelessly long, without counting them."""
         size, most = len(text.encode(errors="replace")), self.llm.max_model_len
-        if limited and size > 4 * most * self._longest_token:
+        if size > 4 * most * self._longest_token:
             least = size // self._longest_token
             raise RequestTooLarge(
                 "prompt",
@@ -319,28 +332,21 @@ class Application:
         return await self._beside(size, self.llm.tokenizer.encode, text, special)
 
     async def _chat_tokens(
-        self,
-        messages: list[dict[str, Any]],
-        tools: Sequence[Any] | None,
-        generation: bool | None,
-        continued: bool | None,
-        variables: dict[str, Any] | None,
-        special: bool,
-        *,
-        limited: bool = True,
+        self, body: ChatRequest | TokenizeRequest, messages: list[dict[str, Any]], tools: Sequence[Any] | None
     ) -> list[int]:
         """A conversation's tokens. The template has written its own begin-of-text mark; encoding never doubles it."""
-        size = sum(len(str(message.get("content"))) + 100 for message in messages)
-        text = await self._beside(size, self._rendered, messages, tools, generation, continued, variables)
-        return await self._tokens(text, True, limited=limited)
+        variables = dict(body.chat_template_kwargs or {})
+        if body.documents is not None:
+            variables["documents"] = body.documents
+        size = json_size([messages, tools, variables])
+        return await self._tokens(await self._beside(size, self._rendered, body, messages, tools, variables))
 
     def _rendered(
         self,
+        body: ChatRequest | TokenizeRequest,
         messages: list[dict[str, Any]],
         tools: Sequence[Any] | None,
-        generation: bool | None,
-        continued: bool | None,
-        variables: dict[str, Any] | None,
+        variables: dict[str, Any],
     ) -> str:
         tokenizer = self.llm.tokenizer
         template = tokenizer.chat_template(bool(tools)) or ""
@@ -349,9 +355,11 @@ class Application:
             conversation = [
                 {**message, "role": "system"} if message["role"] == "developer" else message for message in conversation
             ]
-        generation = not continued if generation is None else generation
+        generation = (
+            not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
+        )
         text = tokenizer.render_chat(conversation, generation, tools, variables)
-        return _cut_after(text, messages[-1]) if continued else text
+        return _cut_after(text, messages[-1]) if body.continue_final_message else text
 
     # ── completions ──
 
@@ -403,7 +411,7 @@ class Application:
                     self.llm.tokenizer,
                     request,
                     i * params.n,
-                    prompt=prompt if isinstance(prompt, str) else None,
+                    prompt=prompt if isinstance(prompt, str) and len(request.prompt_token_ids) == len(ids) else None,
                     skip_special=body.skip_special_tokens is not False,
                     offsets=body.logprobs is not None,
                     scored_only=scored_only,
@@ -431,17 +439,7 @@ class Application:
         exchange.renamed["prompt"] = "messages"
         if body.max_completion_tokens is not None:
             exchange.renamed["max_tokens"] = "max_completion_tokens"
-        variables = dict(body.chat_template_kwargs or {})
-        if body.documents is not None:
-            variables["documents"] = body.documents
-        ids = await self._chat_tokens(
-            body.messages,
-            use.tools,
-            body.add_generation_prompt,
-            body.continue_final_message,
-            variables,
-            bool(body.add_special_tokens),
-        )
+        ids = await self._chat_tokens(body, body.messages, use.tools)
         request = self._request(body, exchange.id, ids, params, key)
         # some files mark <tool_call> as a control token, and calls are found by it
         skip_special = body.skip_special_tokens is not False and use.style != "hermes"
@@ -468,6 +466,10 @@ class Application:
         if wanted is not None:
             more["guide"] = wanted.guide
             exchange.renamed["guide"] = wanted.field
+        if (allowed := body.allowed_token_ids) is not None:
+            self.llm.limits.check_ids("allowed_token_ids", allowed)
+            if not set(allowed) & set(self.llm.tokenizer.eos_token_ids):
+                more["ignore_eos"] = True  # a guide may end otherwise
         return body.sampling(max_tokens=max_tokens, logprobs=logprobs, **more)
 
     def _request(
@@ -479,8 +481,10 @@ class Application:
         key: str | None,
     ) -> Request:
         """A request, checked. Raises InvalidRequest, APIError."""
-        if body.truncate_prompt_tokens is not None:
-            ids = ids[-body.truncate_prompt_tokens :]
+        if (most := body.truncate_prompt_tokens) is not None:
+            if most < 0:  # as many as leave room for the answer
+                most = max(self.llm.max_model_len - (params.max_tokens or 1), 0)
+            ids = ids[max(len(ids) - most, 0) :]
         if body.priority and self.llm.config.scheduling_policy != "priority":
             message = "priority: the server does not run with --scheduling-policy priority"
             raise APIError(400, message, param="priority", code="invalid_value")
@@ -496,17 +500,19 @@ class Application:
     # ── answering ──
 
     async def answer(self, exchange: Exchange, body: Any, answers: list[Answer], replies: Replies) -> None:
-        """Have the answers computed and send them. Whatever ends this ends the requests too."""
+        """Have the answers computed and send them. Whatever ends this ends the requests too.
+
+        Outputs are read as they come, however slow the client: stop strings end a choice at once, and times are right.
+        """
         exchange.answers = answers
-        streams: list[RequestStream] = []
+        streams: list[RequestStream[bytes]] = []
         marks = [self._mark(answer, exchange.arrived) for answer in answers]
-        try:
-            await self._submit(answers, streams)
-            async for number, output, known_at in _merged(streams):
-                answer, stream, mark = answers[number], streams[number], marks[number]
+
+        def taking(answer: Answer, mark: RequestMetrics) -> Take[bytes]:
+            def take(stream: RequestStream[bytes], output: Output, known_at: float) -> bytes | None:
                 piece = answer.take(output)
                 if piece is None:
-                    continue
+                    return None
                 if piece.ended:
                     stream.finish(piece.index)
                 if exchange.first_token_s is None:
@@ -514,16 +520,23 @@ class Application:
                 waited = (stream.scheduled_at or stream.queued_at) - stream.queued_at
                 mark.tokens(piece.index, len(piece.tokens), known_at, waited)
                 if piece.finish_reason is not None:
-                    mark.finished(piece.index, "stop" if piece.finish_reason == "tool_calls" else piece.finish_reason)
-                if body.stream and (news := replies.event(answers, answer, piece)):
-                    if not exchange.started:
-                        await exchange.start(200, STREAM_HEADERS)
-                    await exchange.write(news)
+                    mark.finished(piece.index, piece.finish_reason)
+                return (replies.event(answers, answer, piece) or None) if body.stream else None
+
+            return take
+
+        try:
+            takes = [taking(*both) for both in zip(answers, marks, strict=True)]
+            await self._submit(answers, takes, streams)
+            async for news in _merged(streams):
+                if not exchange.started:
+                    await exchange.start(200, STREAM_HEADERS)
+                await exchange.write(news)
             if body.stream:
                 await exchange.write(replies.usage_event(answers) + DONE, more=False)
             else:
                 await exchange.reply(200, replies.whole(answers))
-        except (APIError, EngineDead):
+        except (APIError, EngineDead, RequestFailed):
             for mark in marks:
                 mark.close("error")
             raise
@@ -537,12 +550,15 @@ class Application:
         params = answer.request.params
         return self.metrics.request_started(answer.num_prompt_tokens, params.n, params.max_tokens, arrived)
 
-    async def _submit(self, answers: Sequence[Answer], streams: list[RequestStream]) -> None:
+    async def _submit(
+        self, answers: Sequence[Answer], takes: Sequence[Take[bytes]], streams: list[RequestStream[bytes]]
+    ) -> None:
         """Queue them all, or none."""
         if len(answers) == 1:
-            streams.append(await self.llm.submit(answers[0].request))
+            streams.append(await self.llm.submit(answers[0].request, takes[0]))
             return
-        tasks = [asyncio.create_task(self.llm.submit(answer.request)) for answer in answers]
+        both = zip(answers, takes, strict=True)
+        tasks = [asyncio.create_task(self.llm.submit(answer.request, take)) for answer, take in both]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -566,7 +582,7 @@ class _Generating:
             if app.draining:
                 raise _draining()
             prepared = await self._prepare(scope, receive, exchange)
-            await _unless_gone(app.answer(exchange, *prepared), receive)
+            await _unless_gone(app.answer(exchange, *prepared), receive, exchange)
         except Disconnected:
             outcome = "disconnected"
         except Exception as error:
@@ -575,9 +591,10 @@ class _Generating:
                 error = type(error)(exchange.renamed[error.field], what)
             failure = _failure(error)
             outcome = failure.code or "error"
-            with suppress(OSError):
+            with suppress(OSError, Disconnected):
                 await exchange.fail(failure)
         finally:
+            scope[LOGGED] = True
             app.num_open -= 1
             if not app.config.disable_log_requests:
                 _requests.info("request", extra={"fields": self._line(exchange, outcome)})
@@ -626,6 +643,8 @@ def _failure(error: Exception) -> APIError:
         return APIError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
     if isinstance(error, EngineDead):
         return APIError(503, str(error), code="engine_dead", headers={"Retry-After": "5"})
+    if isinstance(error, RequestFailed):
+        return APIError(500, str(error), code="request_failed")
     _log.error("a request failed", exc_info=error)
     return APIError(500, "something went wrong in the server; its log says what", code="internal_error")
 
@@ -640,11 +659,15 @@ async def _api_error(http: HTTPRequest, error: APIError) -> Response:
 
 async def _http_error(http: HTTPRequest, error: HTTPException) -> Response:
     """Starlette's own: there is no such path, or it has no such method."""
-    path = http.url.path if len(http.url.path) <= 100 else http.url.path[:99] + "…"
+    path = _shown(http.url.path)
     method = http.method[:20]
     message = {404: f"there is no {path}", 405: f"{path} does not take {method}"}.get(error.status_code, error.detail)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     return _json(APIError(error.status_code, message, code=code).body(), error.status_code, dict(error.headers or {}))
+
+
+async def _nobody(http: HTTPRequest, error: Disconnected) -> Response:
+    return Response(status_code=499)  # goes nowhere
 
 
 async def _unexpected(http: HTTPRequest, error: Exception) -> Response:
@@ -654,29 +677,40 @@ async def _unexpected(http: HTTPRequest, error: Exception) -> Response:
 # ── small parts ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Counted:
-    """Counts replies by their status."""
+class _Watched:
+    """Counts replies by their status, and logs requests to the small endpoints: one that generates has its own line."""
 
-    def __init__(self, app: Any, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
+    def __init__(self, app: Any, metrics: Metrics, log: bool) -> None:
+        self._app, self._metrics, self._log = app, metrics, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def counting(message: Message) -> None:
+        arrived, status = time.monotonic(), 0
+
+        async def watching(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                self._metrics.responded(message["status"])
+                status = message["status"]
+                self._metrics.responded(status)
             await send(message)
 
-        await self._app(scope, receive, counting)
+        await self._app(scope, receive, watching)
+        path = scope["path"]
+        if self._log and LOGGED not in scope and not (path in PROBES and status == 200):
+            fields = {"path": _shown(path), "client": _client(scope), "status": status}
+            fields["total_s"] = round(time.monotonic() - arrived, 6)
+            _requests.info("request", extra={"fields": fields})
 
 
-async def _unless_gone(work: Any, receive: Receive) -> None:
+async def _unless_gone(work: Awaitable[T], receive: Receive, exchange: Exchange | None = None) -> T:
     """Run work to its end, or cancel it when the client goes. Raises Disconnected then."""
     working, going = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    if exchange is not None:
+        exchange.gone = lambda: going.done() and not going.cancelled()
     try:
         await asyncio.wait((working, going), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise Disconnected
-        await working
+        return await working
     finally:
         going.cancel()
         if not working.done():
@@ -690,41 +724,49 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def _merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, Output, float]]:
-    """The outputs of several streams as they come, each with its stream's number and when the engine had it."""
+async def _merged(streams: Sequence[RequestStream[T]]) -> AsyncIterator[T]:
+    """The items of several streams as they come."""
     if len(streams) == 1:
-        async for output in streams[0]:
-            yield 0, output, streams[0].output_at
+        async for item in streams[0]:
+            yield item
         return
-    news: asyncio.Queue[tuple[int, Output | Exception | None, float]] = asyncio.Queue()
+    news: asyncio.Queue[T | Exception] = asyncio.Queue()
 
-    async def pump(number: int, stream: RequestStream) -> None:
+    async def pump(stream: RequestStream[T]) -> None:
         try:
-            async for output in stream:
-                news.put_nowait((number, output, stream.output_at))
-        except EngineDead as error:
-            news.put_nowait((number, error, 0.0))
+            async for item in stream:
+                news.put_nowait(item)
+        except Exception as error:
+            news.put_nowait(error)
         else:
-            news.put_nowait((number, None, 0.0))
+            news.put_nowait(StopAsyncIteration())
 
-    tasks = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
     try:
         num_open = len(streams)
         while num_open:
-            number, item, known_at = await news.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                num_open -= 1
-            else:
-                yield number, item, known_at
+            match await news.get():
+                case StopAsyncIteration():
+                    num_open -= 1
+                case Exception() as error:
+                    raise error
+                case item:
+                    yield item
     finally:
         for task in tasks:
             task.cancel()
 
 
+def _client(scope: Scope) -> str:
+    return str((scope["client"] or ("",))[0])
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= 100 else text[:99] + "…"
+
+
 def _constraint(body: GenerationRequest) -> Constraint | None:
-    names = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+    names = ("response_format", "structured_outputs", "allowed_token_ids", *LEGACY_FIELDS)
     return constraint(**{name: getattr(body, name) for name in names})
 
 
@@ -743,9 +785,7 @@ def _cut_after(text: str, message: dict[str, Any]) -> str:
 
     Raises InvalidRequest if the template changed the content beyond recognition.
     """
-    content = message["content"]
-    if isinstance(content, list):
-        content = "".join(part["text"] for part in content)
+    content = message_text(message)
     start = text.rfind(content.strip())
     if not content.strip() or start < 0:
         raise InvalidRequest("messages", "the chat template does not keep the last message's text as it is")

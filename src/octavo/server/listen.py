@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import signal
 import socket
 import stat
@@ -18,12 +19,15 @@ import time
 from asyncio import TimerHandle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import uvicorn
 import uvloop
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from octavo.config import EngineConfig
@@ -40,6 +44,10 @@ MAX_HEAD_BYTES = 1 << 16
 LINGER_S = 1.0
 """How long clients that do not read may hold up the end."""
 BACKLOG = 2048
+CROWDED_S = 1.0
+"""How long one connection too many has to send a head, which is then answered."""
+SPARE_FILES = 64
+"""Open files that are no client's connection."""
 
 
 def run(path: Path, model: str, server: ServerConfig, engine: EngineConfig) -> int:
@@ -48,6 +56,7 @@ def run(path: Path, model: str, server: ServerConfig, engine: EngineConfig) -> i
     Raises ConfigError and ModelError before anything is served.
     """
     _log_as_json()
+    server = replace(server, max_connections=_connections(server.max_connections))
     sock = _bind(server)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -63,7 +72,11 @@ async def _serve(path: Path, model: str, server: ServerConfig, engine: EngineCon
     with _signals(loop) as interrupted:
         starting = asyncio.ensure_future(
             AsyncLLM.start(
-                path, engine, max_queued_requests=server.max_queued_requests, on_fatal=lambda cause: failed.set()
+                path,
+                engine,
+                max_queued_requests=server.max_queued_requests,
+                step_timeout=server.step_timeout,
+                on_fatal=lambda cause: failed.set(),
             )
         )
         waiting = asyncio.ensure_future(interrupted.wait())
@@ -118,7 +131,7 @@ class _Uvicorn(uvicorn.Config):
     def __init__(self, app: Application, server: ServerConfig) -> None:
         super().__init__(
             app.asgi(),
-            http=_connection(server.header_timeout),
+            http=_connection(server),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -137,16 +150,20 @@ class _Uvicorn(uvicorn.Config):
         self.ssl = self._server.ssl_context()
 
 
-def _connection(header_timeout: float) -> type[HttpToolsProtocol]:
-    """A connection that ends when a request's head is too slow or too large."""
+def _connection(server: ServerConfig) -> type[HttpToolsProtocol]:
+    """A connection that ends when a request's head is too slow or too large, and soon when there are too many."""
 
     class Connection(HttpToolsProtocol):
         _deadline: TimerHandle | None = None
+        _head_s = 0.0
         _head_bytes = 0
         _in_head = True
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            self._head_s = server.header_timeout
+            if len(self.connections) > server.max_connections:
+                self.app, self._head_s = _crowded, min(self._head_s, CROWDED_S)
             self._arm()
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -183,7 +200,7 @@ def _connection(header_timeout: float) -> type[HttpToolsProtocol]:
             super().on_headers_complete()
 
         def _arm(self) -> None:
-            self._deadline = self.loop.call_later(header_timeout, self._late)
+            self._deadline = self.loop.call_later(self._head_s, self._late)
 
         def _disarm(self) -> None:
             if self._deadline is not None:
@@ -196,6 +213,13 @@ def _connection(header_timeout: float) -> type[HttpToolsProtocol]:
                 self.transport.close()
 
     return Connection
+
+
+async def _crowded(scope: Scope, receive: Receive, send: Send) -> None:
+    """The application of a connection that is one too many. Those that were there before go on as ever."""
+    error = APIError(503, "there are too many connections: try again later", code="too_many_connections")
+    headers = {"Retry-After": "1", "Connection": "close"}
+    await Response(encode(error.body()), error.status, headers, "application/json")(scope, receive, send)
 
 
 # ── sockets ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -239,6 +263,18 @@ def _bind_path(path: str) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def _connections(wanted: int) -> int:
+    """How many there can be. Each is an open file: the soft limit on those is raised as far as may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted + SPARE_FILES if hard == resource.RLIM_INFINITY else min(wanted + SPARE_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < wanted + SPARE_FILES:
+        wanted = max(most - SPARE_FILES, 1)
+        _log.warning("no more than %d connections: the process may have %d files open", wanted, hard)
+    return wanted
 
 
 def _url(server: ServerConfig, sock: socket.socket) -> str:

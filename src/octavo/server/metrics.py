@@ -247,14 +247,16 @@ class _Page(Collector):
         yield self._gauge("cache_config_info", "The cache's configuration.", 1, **self._cache_config)
 
         yield self._counter("prompt_tokens", "Tokens of the prompts that were computed or found.", seen.prompt_tokens)
-        yield self._counter("generation_tokens", "Tokens generated.", stats.generation_tokens)
-        yield self._counter("num_preemptions", "Times a sequence gave its pages up to another.", stats.num_preemptions)
-        yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the cache.", stats.queried_tokens)
-        yield self._counter("prefix_cache_hits", "Prompt tokens found in the cache.", stats.hit_tokens)
+        yield self._counter("generation_tokens", "Tokens generated.", stats.scheduler.generation_tokens)
         yield self._counter(
-            "prefix_cache_resumed_tokens", "Tokens found again after a preemption; no hits.", stats.resumed_tokens
+            "num_preemptions", "Times a sequence gave its pages up to another.", stats.scheduler.num_preemptions
         )
-        yield self._counter("kv_pages_evicted", "Cached pages given to somebody else.", stats.pages_evicted)
+        yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the cache.", stats.cache.queried_tokens)
+        yield self._counter("prefix_cache_hits", "Prompt tokens found in the cache.", stats.cache.hit_tokens)
+        yield self._counter(
+            "prefix_cache_resumed_tokens", "Tokens found again after a preemption; no hits.", stats.cache.resumed_tokens
+        )
+        yield self._counter("kv_pages_evicted", "Cached pages given to somebody else.", stats.cache.pages_evicted)
         ends = {reason: stats.finished.get(reason, 0) for reason in ENDS}
         yield self._counter("request_success", "Ended requests by reason.", ends, "finished_reason")
         yield self._counter(

@@ -212,7 +212,7 @@ class GenerationRequest(Struct, kw_only=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
     user: str | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -220,14 +220,14 @@ class GenerationRequest(Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    allowed_token_ids: Unsupported = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=8192)] | None = None
     bad_words: Unsupported = None
     logits_processors: Unsupported = None
 
     def check(self) -> None:
         """Raise APIError(400) for what types alone cannot say."""
         for name in self.unsupported():
-            if getattr(self, name) not in (None, [], {}):
+            if getattr(self, name) not in (None, [], {}, ""):
                 raise APIError(400, f"{name}: is not supported", param=name, code="unsupported_parameter")
         if self.stream_options is not None and not self.stream:
             raise APIError(400, "stream_options: only with stream", param="stream_options", code="invalid_value")
@@ -240,7 +240,7 @@ class GenerationRequest(Struct, kw_only=True):
             )
 
     def unsupported(self) -> tuple[str, ...]:
-        return ("allowed_token_ids", "bad_words", "logits_processors")
+        return ("bad_words", "logits_processors")
 
     @property
     def num_choices(self) -> int:
@@ -308,6 +308,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -331,10 +332,24 @@ class ChatRequest(GenerationRequest, kw_only=True):
             raise APIError(400, f"{name}: must be at least 1", param=name, code="invalid_value")
         if self.top_logprobs and not self.logprobs:
             raise APIError(400, "top_logprobs: only with logprobs", param="top_logprobs", code="invalid_value")
+        if self.prompt_logprobs is not None and self.stream:
+            raise APIError(400, "prompt_logprobs: not with stream", param="prompt_logprobs", code="invalid_value")
+
+    @property
+    def echoed(self) -> str:
+        """What stands before the answer: with `echo`, the message of the assistant's that comes last."""
+        last = self.messages[-1]
+        return message_text(last) if self.echo and last["role"] == "assistant" else ""
 
     @property
     def most_tokens(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+
+def message_text(message: dict[str, Any]) -> str:
+    """The text of a message that was checked."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def check_messages(messages: Sequence[dict[str, Any]], generation: bool | None, continued: bool | None) -> None:
@@ -374,6 +389,7 @@ class TokenizeRequest(Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
 
@@ -431,28 +447,38 @@ class CompletionLogprobs(Struct):
     text_offset: list[int] = []
 
 
-class CompletionChoice(Struct):
-    """An answer, or a piece of one."""
+class AnyChoice(Struct, kw_only=True):
+    """What an answer has, or a piece of one. The piece that ends it says why."""
 
     index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
     finish_reason: Finish | None = None
     stop_reason: int | str | None = None
-    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
+
+
+class AnyReply(Struct, kw_only=True):
+    """What a reply has, or an event of one."""
+
+    id: str
+    created: int
+    model: str
+    usage: Usage | UnsetType | None = UNSET
+
+
+class CompletionChoice(AnyChoice, kw_only=True):
+    """An answer, or a piece of one."""
+
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class Completion(Struct, kw_only=True):
+class Completion(AnyReply, kw_only=True):
     """The reply of /v1/completions, and each event of its stream."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
     choices: list[CompletionChoice]
-    usage: Usage | UnsetType | None = UNSET
 
 
 class TopLogprob(Struct):
@@ -463,12 +489,9 @@ class TopLogprob(Struct):
     bytes: list[int]
 
 
-class TokenLogprob(Struct):
+class TokenLogprob(TopLogprob):
     """The token that was chosen, and the likeliest ones."""
 
-    token: str
-    logprob: float
-    bytes: list[int]
     top_logprobs: list[TopLogprob]
 
 
@@ -503,27 +526,20 @@ class AnswerMessage(Struct, kw_only=True):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChatChoice(Struct):
+class ChatChoice(AnyChoice, kw_only=True):
     """An answer."""
 
-    index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: Finish | None = None
-    stop_reason: int | str | None = None
-    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(Struct, kw_only=True):
+class ChatCompletion(AnyReply, kw_only=True):
     """The reply of /v1/chat/completions."""
 
-    id: str
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
@@ -535,26 +551,19 @@ class Delta(Struct, kw_only=True):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChatChunkChoice(Struct):
+class ChatChunkChoice(AnyChoice, kw_only=True):
     """A piece of an answer."""
 
-    index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
-    finish_reason: Finish | None = None
-    stop_reason: int | str | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatChunk(Struct, kw_only=True):
+class ChatChunk(AnyReply, kw_only=True):
     """An event of a chat's stream."""
 
-    id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ModelCard(Struct, kw_only=True):

@@ -36,10 +36,12 @@ class ServerConfig:
     max_body_bytes: largest body of a request.
     max_prompts_per_request: prompts in one request.
     max_queued_requests: prompts waiting for their first step; further ones are answered 429.
+    max_connections: clients connected at once; further ones are answered 503.
     header_timeout: seconds a client has to send a request's head.
     body_timeout: seconds it has to send the body.
     timeout_keep_alive: seconds a connection may be idle between requests.
     drain_timeout: seconds that running requests get to finish after SIGTERM.
+    step_timeout: seconds the engine may take for one step; it is then ended as if it had crashed. 0 is for ever.
     disable_log_requests: log no line for each request.
     log_prompts: put prompts and answers into those lines.
     metrics_namespace: first part of the names at /metrics; vllm suits dashboards made for it.
@@ -61,10 +63,12 @@ class ServerConfig:
     max_body_bytes: int = 16 << 20
     max_prompts_per_request: int = 256
     max_queued_requests: int = 1024
+    max_connections: int = 4096
     header_timeout: float = 10.0
     body_timeout: float = 60.0
     timeout_keep_alive: float = 5.0
     drain_timeout: float = 30.0
+    step_timeout: float = 300.0
     disable_log_requests: bool = False
     log_prompts: bool = False
     metrics_namespace: str = "octavo"
@@ -84,10 +88,12 @@ class ServerConfig:
         _within("max_body_bytes", self.max_body_bytes, 1024, 1 << 40)
         _within("max_prompts_per_request", self.max_prompts_per_request, 1, 1 << 20)
         _within("max_queued_requests", self.max_queued_requests, 1, 1 << 30)
+        _within("max_connections", self.max_connections, 1, 1 << 20)
         _within("header_timeout", self.header_timeout, 0.1, 86400)
         _within("body_timeout", self.body_timeout, 0.1, 86400)
         _within("timeout_keep_alive", self.timeout_keep_alive, 0, 86400)
         _within("drain_timeout", self.drain_timeout, 0, 86400)
+        _within("step_timeout", self.step_timeout, 0, 86400)
         for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "chat_template"):
             if (path := getattr(self, name)) is not None and not os.path.isfile(path):
                 raise ConfigError(name, f"there is no file {path}")

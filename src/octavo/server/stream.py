@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from msgspec import UNSET
 
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from octavo.models.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
+End = Literal["stop", "length"]
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
 
@@ -57,13 +58,13 @@ def event(value: object) -> bytes:
 class Piece(NamedTuple):
     """News of one choice: text that will not change any more, and the tokens that came, which may be ahead of it.
 
-    `ended` says that the text met a stop string: the engine does not know yet that the choice is over.
+    `ended` says that the text met a stop string, of which the engine does not know.
     """
 
     index: int  # type: ignore[assignment]  # hides tuple.index
     text: str
     tokens: Sequence[Sampled]
-    finish_reason: Finish | None
+    finish_reason: End | None
     ended: bool = False
 
 
@@ -77,7 +78,7 @@ class Choice:
         self.started = False
         self.texts: list[str] = []
         self.tokens: list[Sampled] = []
-        self.finish_reason: Finish | None = None
+        self.finish_reason: End | None = None
         self.stop_reason: int | str | None = None
 
 
@@ -110,7 +111,6 @@ class Answer:
             )
             for _ in range(params.n)
         ]
-        self.num_open = params.n
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -136,7 +136,6 @@ class Answer:
         tokens, reason = news.new_tokens, news.finish_reason
         if self._scored_only:
             choice.finish_reason = reason = "length"
-            self.num_open -= 1
             return Piece(news.index, "", (), reason)
         text, num_tokens, stop = choice.text.push([token.token_id for token in tokens], reason)
         if num_tokens < len(tokens):
@@ -151,9 +150,7 @@ class Answer:
             last = tokens[-1].token_id if tokens else -1
             if reason == "stop" and last in params.stop_token_ids and not self._is_end(last):
                 choice.stop_reason = last
-        if choice.finish_reason is not None:
-            self.num_open -= 1
-        return Piece(news.index, text, tokens, choice.finish_reason, stop is not None and reason is None)
+        return Piece(news.index, text, tokens, choice.finish_reason, stop is not None)
 
     def _is_end(self, token_id: int) -> bool:
         return not self.request.params.ignore_eos and token_id in self._tokenizer.eos_token_ids
@@ -215,7 +212,9 @@ class CompletionReplies:
         silent = not piece.text and piece.finish_reason is None and body.logprobs is None and not body.return_token_ids
         if silent and (choice.started or not body.echo):
             return b""
-        out = CompletionChoice(answer.first_index + piece.index, piece.text, finish_reason=piece.finish_reason)
+        out = CompletionChoice(
+            index=answer.first_index + piece.index, text=piece.text, finish_reason=piece.finish_reason
+        )
         if body.logprobs is not None:
             out.logprobs = CompletionLogprobs()
         if not choice.started:
@@ -239,8 +238,12 @@ class CompletionReplies:
         choices: list[CompletionChoice] = []
         for answer in answers:
             for choice in _best(answer, self._body.n or 1):
-                out = CompletionChoice(len(choices), "".join(choice.texts), None, choice.finish_reason)
-                out.stop_reason = choice.stop_reason
+                out = CompletionChoice(
+                    index=len(choices),
+                    text="".join(choice.texts),
+                    finish_reason=choice.finish_reason,
+                    stop_reason=choice.stop_reason,
+                )
                 if self._body.logprobs is not None:
                     out.logprobs = CompletionLogprobs()
                 self._open(answer, choice, out)
@@ -334,12 +337,15 @@ class ChatReplies:
         """The events for a piece: the first one of a choice says who speaks."""
         body, choice = self._body, answer.choices[piece.index]
         total = usage(answers) if self._always_usage else None
-        out, first = ChatChunkChoice(piece.index, Delta()), b""
+        out, first = ChatChunkChoice(index=piece.index, delta=Delta()), b""
         if not choice.started:
             choice.started = True
-            out.delta = Delta(role="assistant", content="")
-            first = event(self._chunk([out], total))
-            out = ChatChunkChoice(piece.index, Delta())
+            out.delta = Delta(role="assistant", content=body.echoed)
+            opening = self._chunk([out], total)
+            if body.return_token_ids:
+                opening.prompt_token_ids = list(answer.request.prompt_token_ids)
+            first = event(opening)
+            out = ChatChunkChoice(index=piece.index, delta=Delta())
         silent = not self._say(piece, out)
         if body.logprobs and piece.tokens:
             out.logprobs, silent = self._scores(piece.tokens), False
@@ -376,22 +382,24 @@ class ChatReplies:
 
     def whole(self, answers: Sequence[Answer]) -> ChatCompletion:
         """The reply in one piece."""
-        [answer] = answers
+        [answer], body = answers, self._body
         choices: list[ChatChoice] = []
-        for choice in _best(answer, self._body.n or 1):
+        for choice in _best(answer, body.n or 1):
             message, reason = self._message("".join(choice.texts), choice.finish_reason)
-            out = ChatChoice(len(choices), message, None, reason, choice.stop_reason)
-            if self._body.logprobs:
+            if body.echoed:
+                message.content = body.echoed + (message.content or "")
+            out = ChatChoice(index=len(choices), message=message, finish_reason=reason, stop_reason=choice.stop_reason)
+            if body.logprobs:
                 out.logprobs = self._scores(choice.tokens)
-            if self._body.prompt_logprobs is not None:
-                out.prompt_logprobs = _prompt_logprobs(answer, self._names)
-            if self._body.return_token_ids:
+            if body.return_token_ids:
                 out.token_ids = [token.token_id for token in choice.tokens]
             choices.append(out)
         reply = ChatCompletion(
             id=self._id, created=self._created, model=self._model, choices=choices, usage=usage(answers)
         )
-        if self._body.return_token_ids:
+        if body.prompt_logprobs is not None:
+            reply.prompt_logprobs = _prompt_logprobs(answer, self._names)
+        if body.return_token_ids:
             reply.prompt_token_ids = list(answer.request.prompt_token_ids)
         return reply
 

@@ -37,6 +37,7 @@ def constraint(
     guided_regex: str | None = None,
     guided_choice: list[str] | None = None,
     guided_grammar: str | None = None,
+    allowed_token_ids: list[int] | None = None,
 ) -> Constraint | None:
     """The one constraint that a request's fields ask for, or None.
 
@@ -49,6 +50,9 @@ def constraint(
         found += _structured_outputs(structured_outputs)
     legacy = zip(LEGACY_FIELDS, (guided_json, guided_regex, guided_choice, guided_grammar), strict=True)
     found += [_made(name.removeprefix("guided_"), value, name) for name, value in legacy if value is not None]
+    if allowed_token_ids is not None:
+        tokens = ",".join(map(str, sorted(set(allowed_token_ids))))
+        found.append(Constraint(Guide("grammar", f"start: (<[{tokens}]>)*"), "allowed_token_ids"))
     if len(found) > 1:
         raise InvalidRequest(found[1].field, f"contradicts {found[0].field}: an answer can have one constraint")
     return found[0] if found else None
