@@ -6,9 +6,9 @@
 Steps draw one token for each running sequence. *context*: one sequence, its context up to the model's; longer prompts
 begin with the shorter ones, which are found in the cache. *running*: 1 to 256 sequences of 64 tokens. *cached*: 32
 sequences beside up to 100,000 cached pages, which an executor that computes nothing has filled, so that they take no
-memory. A point is the median of some steps, in seconds; `control_s` is what is spent outside of the executor:
-scheduling, the plan, and taking its results in. `slope_s` is that of a straight line through the points (least
-squares), `r2` how well it fits. Every second repeat goes backwards, so that a slow moment does not bend the line.
+memory. A point is the median of some steps, in seconds, in the repeat where that was least; `control_s` is what is
+spent outside of the executor: scheduling, the plan, and taking its results in. `slope_s` is that of a straight line
+through the points (least squares), `r2` how well it fits. Every second repeat goes backwards.
 """
 
 from __future__ import annotations
@@ -148,13 +148,15 @@ def engine(path: Path, axis: str, args: argparse.Namespace) -> Engine:
 def measure(path: Path, axis: str, args: argparse.Namespace) -> dict[str, Any]:
     bench = Bench(engine(path, axis, args))
     points = list(AXES[axis][0](bench, random.Random(SEED), args))
-    times: dict[int, list[tuple[float, float]]] = {x: [] for x, _ in points}
-    for repeat in range(1 if axis == "cached" else args.repeats):  # pages that are cached stay so
-        for x, run in points if repeat % 2 == 0 else reversed(points):
-            times[x] += run()
+    passes = [points if repeat % 2 == 0 else points[::-1] for repeat in range(args.repeats)]
+    if axis == "cached":  # pages that are cached stay so: forwards only
+        passes = [[point for point in points for _ in range(args.repeats)]]
+    medians: dict[int, list[list[float]]] = {x: [] for x, _ in points}
+    for x, run in itertools.chain(*passes):
+        medians[x].append([statistics.median(column) for column in zip(*run(), strict=True)])
     bench.core.close()
-    x = np.array(list(times))
-    step, control = (np.array([statistics.median(t[i] for t in steps) for steps in times.values()]) for i in (0, 1))
+    x = np.array(list(medians))
+    step, control = np.array([[min(column) for column in zip(*found, strict=True)] for found in medians.values()]).T
     slope, start = np.polyfit(x, step, 1)
     return {
         "axis": LABELS[axis],
@@ -179,7 +181,7 @@ def plot(figures: dict[str, dict[str, Any]], path: Path) -> None:
         x = np.array(found["x"])
         panel.plot(x, 1e3 * np.array(found["step_s"]), "o", label="a step")
         panel.plot(
-            x, 1e3 * (found["intercept_s"] + found["slope_s"] * x), "-", label=f"{1e6 * found['slope_s']:.3g} µs each"
+            x, 1e3 * (found["intercept_s"] + found["slope_s"] * x), "-", label=f"{1e6 * found['slope_s']:.4g} µs each"
         )
         panel.plot(x, 1e3 * np.array(found["control_s"]), ".", label="control plane")
         panel.set_xlabel(found["axis"])

@@ -187,6 +187,15 @@ def time_of(run: Callable[[], None], repeats: int) -> list[float]:
     return seconds
 
 
+def show(result: dict[str, Any]) -> None:
+    """A line for people, on standard error."""
+    about = [f"{value} {name}" for name, value in result.items() if isinstance(value, int)]
+    words = [value for value in result.values() if isinstance(value, str)]
+    line = f"{' '.join(words):<24}{', '.join(about):<42}{result['gb_s']:>8.2f} GB/s{result['gop_s']:>9.1f} Gop/s"
+    ratio = f"{result['times_reference']:>8.1f} × the reference" if "times_reference" in result else ""
+    print(f"{line}{100 * result['share']:>6.0f} %{ratio}", file=sys.stderr)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", default="linear,vocabulary,attention")
@@ -215,10 +224,7 @@ def main() -> None:
                 result["share"] = max(case.load.seconds(allowed)) / best
                 if reference:
                     result["times_reference"] = min(reference[number]) / best
-                print(
-                    *(f"{value:.3g}" if isinstance(value, float) else value for value in result.values()),
-                    file=sys.stderr,
-                )
+                show(result)
                 spread = {"best_s": best, "median_s": statistics.median(seconds), "repeats": len(seconds)}
                 results.append(result | spread)
     print(json.dumps({"machine": on, "seed": SEED, "probes": probes, "results": results}, indent=1))

@@ -68,6 +68,38 @@ struct alignas(64) Operands {
 
 OCTAVO_INLINE const float* floats(const uint8_t* bytes) { return reinterpret_cast<const float*>(bytes); }
 
+// Adds to R · N sums, each of its row's inputs and its column's weights: add(sum, weights(i), inputs(row, step)). Returns
+// the operations, which are `width` a sum and step.
+template <size_t R, size_t N, class Sum, class Weights, class Inputs, class Add>
+OCTAVO_INLINE double products(const Operands& at, size_t rounds, Sum nothing, double width, const Weights& weights,
+                              const Inputs& inputs, const Add& add) {
+  Sum sums[R][N];
+  OCTAVO_UNROLL
+  for (size_t i = 0; i < R * N; ++i) {
+    sums[i / N][i % N] = nothing;
+  }
+  for (size_t round = 0; round < rounds; ++round) {
+    use(at);
+    for (size_t step = 0; step < STEPS; ++step) {
+      decltype(weights(0)) w[N];
+      OCTAVO_UNROLL
+      for (size_t n = 0; n < N; ++n) {
+        w[n] = weights(step * N + n);
+      }
+      OCTAVO_UNROLL
+      for (size_t r = 0; r < R; ++r) {
+        const auto a = inputs(r, step);
+        OCTAVO_UNROLL
+        for (size_t n = 0; n < N; ++n) {
+          sums[r][n] = add(sums[r][n], w[n], a);
+        }
+      }
+    }
+  }
+  use(sums);
+  return width * static_cast<double>(R * N * STEPS) * static_cast<double>(rounds);
+}
+
 #if OCTAVO_LEVEL == 3
 
 // Four loads, four products, as a tile product of any size must: accumulators 0 … 3, inputs 4 and 5, weights 6 and 7.
@@ -121,33 +153,14 @@ double bf16_products(const Operands& at, size_t rounds) { return TileProducts::r
 #if OCTAVO_LEVEL == 2
 
 double int8_products(const Operands& at, size_t rounds) {
-  constexpr size_t R = 8, N = 3;
-  __m512i sums[R][N];
-  OCTAVO_UNROLL
-  for (size_t i = 0; i < R * N; ++i) {
-    sums[i / N][i % N] = _mm512_setzero_si512();
-  }
-  for (size_t round = 0; round < rounds; ++round) {
-    use(at);
-    for (size_t step = 0; step < STEPS; ++step) {
-      __m512i w[N];
-      OCTAVO_UNROLL
-      for (size_t n = 0; n < N; ++n) {
-        w[n] = _mm512_loadu_si512(at.weights + (step * N + n) * 64);
-      }
-      OCTAVO_UNROLL
-      for (size_t r = 0; r < R; ++r) {
+  return products<8, 3>(
+      at, rounds, broadcast_int(0), 2.0 * 64, [&](size_t i) { return load_int(at.weights + i * 64); },
+      [&](size_t row, size_t step) {
         int32_t four;
-        memcpy(&four, at.inputs + (r * STEPS + step) * 4, 4);
-        OCTAVO_UNROLL
-        for (size_t n = 0; n < N; ++n) {
-          sums[r][n] = _mm512_dpbusd_epi32(sums[r][n], w[n], _mm512_set1_epi32(four));
-        }
-      }
-    }
-  }
-  use(sums);
-  return 2.0 * 64 * R * N * STEPS * static_cast<double>(rounds);
+        memcpy(&four, at.inputs + (row * STEPS + step) * 4, 4);
+        return broadcast_int(four);
+      },
+      [](i32x16 sum, i32x16 w, i32x16 a) { return i32x16{_mm512_dpbusd_epi32(sum.v, w.v, a.v)}; });
 }
 
 #elif OCTAVO_LEVEL == 1
@@ -254,31 +267,10 @@ double bf16_products(const Operands& at, size_t rounds) {
 
 double float32_products(const Operands& at, size_t rounds) {
   constexpr size_t R = OCTAVO_LEVEL >= 2 ? 8 : OCTAVO_LEVEL == 1 ? 6 : 3, N = OCTAVO_LEVEL >= 2 ? 3 : 1;
-  f32x16 sums[R][N];
-  OCTAVO_UNROLL
-  for (size_t i = 0; i < R * N; ++i) {
-    sums[i / N][i % N] = zero();
-  }
-  for (size_t round = 0; round < rounds; ++round) {
-    use(at);
-    for (size_t step = 0; step < STEPS; ++step) {
-      f32x16 w[N];
-      OCTAVO_UNROLL
-      for (size_t n = 0; n < N; ++n) {
-        w[n] = load(floats(at.weights) + (step * N + n) * LANES);
-      }
-      OCTAVO_UNROLL
-      for (size_t r = 0; r < R; ++r) {
-        const f32x16 a = broadcast(floats(at.inputs)[r * STEPS + step]);
-        OCTAVO_UNROLL
-        for (size_t n = 0; n < N; ++n) {
-          sums[r][n] = fma(a, w[n], sums[r][n]);
-        }
-      }
-    }
-  }
-  use(sums);
-  return 2.0 * LANES * R * N * STEPS * static_cast<double>(rounds);
+  return products<R, N>(
+      at, rounds, zero(), 2.0 * LANES, [&](size_t i) { return load(floats(at.weights) + i * LANES); },
+      [&](size_t row, size_t step) { return broadcast(floats(at.inputs)[row * STEPS + step]); },
+      [](f32x16 sum, f32x16 w, f32x16 a) { return fma(a, w, sum); });
 }
 
 struct Work {

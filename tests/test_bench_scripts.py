@@ -1,0 +1,43 @@
+"""The benchmarks that step engines themselves: page sizes in lockstep, and a cache that is filled without computing."""
+
+from __future__ import annotations
+
+import random
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from bench import growth, paging
+
+from octavo.bench.workloads import Work
+
+
+def test_page_sizes_take_the_same_steps(model_path: Path) -> None:
+    cores = paging.engines(model_path, [16, 64], Namespace(threads=2, whole=[64], max_num_seqs=2))
+    times = paging.lockstep(cores, [Work(list(range(100, 140)), 3), Work(list(range(200, 217)), 5)])
+    assert [len(times[size]) for size in (16, 64)] == [5, 5]
+    for core in cores.values():
+        core.close()
+
+
+def test_cached_pages_are_made_without_computing(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth, "CACHED", [0, 40])
+    args = Namespace(threads=2, steps=2, repeats=1)
+    bench = growth.Bench(growth.engine(model_path, "cached", args))
+    bench.fill(40, random.Random(1))
+    assert bench.core.cache.pool.num_cached == 40 and not bench.switch.idle
+    times = bench.decode([[100, 101, 102], [103, 104]], steps=2)
+    assert len(times) == 2 and all(0 < control < seconds for seconds, control in times)
+    assert bench.core.cache.pool.num_referenced == 0
+    bench.core.close()
+
+
+def test_points_give_a_line(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth, "RUNNING", [1, 2, 3])
+    monkeypatch.setattr(
+        growth.Bench, "decode", lambda self, prompts, steps: [(0.5 + 2.0 * len(prompts), 0.25 * len(prompts))] * steps
+    )
+    found = growth.measure(model_path, "running", Namespace(threads=2, steps=3, repeats=2))
+    assert found["x"] == [1, 2, 3] and found["step_s"] == [2.5, 4.5, 6.5]
+    assert (found["slope_s"], found["intercept_s"], found["r2"]) == pytest.approx((2.0, 0.5, 1.0))
+    assert found["control_slope_s"] == pytest.approx(0.25)
