@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 
-from octavo.types import Output, Request, SamplingParams
+from octavo.types import Output, Request, SamplingParams, StepPlan, StepResult
 from tests.heart.engines import executor_of, expected, make_engine, tokens_of
 
 
@@ -70,6 +70,54 @@ def test_whatever_happens_around_it_a_request_gets_its_own_tokens(seed: int) -> 
             else:
                 assert got == right
                 assert outputs[request_id][choice][-1].finish_reason == "length"
+    engine.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_step_that_fails_is_mended_but_for_what_fails_alone(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices of the seed 3 fail once they are long enough, and now and then a whole step does, half done."""
+    chance = random.Random(seed)
+    engine = make_engine(chance.choice([10, 14, 30]), vocab_size=3, block_size=4, max_num_seqs=8)
+    execute = executor_of(engine).execute
+    num_failed = 0
+
+    def fail_or_execute(plan: StepPlan) -> StepResult:
+        nonlocal num_failed
+        result = execute(plan)
+        broken = any(draw.seed == 3 and len(draw.token_ids) > 14 for piece in plan.slices for draw in piece.draws)
+        if broken or (len(plan.slices) > 1 and chance.random() < 0.2):
+            num_failed += 1
+            raise ArithmeticError
+        return result
+
+    monkeypatch.setattr(executor_of(engine), "execute", fail_or_execute)
+    requests = {str(number): random_request(chance, number) for number in range(120)}
+    outputs: dict[str, dict[int, list[Output]]] = defaultdict(lambda: defaultdict(list))
+    broke: set[str] = set()
+
+    def note(request_id: str, error: Exception) -> None:
+        assert isinstance(error, ArithmeticError)
+        assert request_id not in broke
+        broke.add(request_id)
+
+    for request in requests.values():
+        engine.add(request)
+        engine._num_lost = 0  # nothing but requests is broken here
+        for output in engine.step(broke=note):
+            assert output.request_id not in broke
+            outputs[output.request_id][output.index].append(output)
+    while engine.has_work:
+        engine._num_lost = 0
+        for output in engine.step(broke=note):
+            outputs[output.request_id][output.index].append(output)
+    for name, request in requests.items():
+        seeds = range(request.params.seed or 0, (request.params.seed or 0) + request.params.n)
+        long = len(request.prompt_token_ids) + (request.params.max_tokens or 0) > 15
+        assert (name in broke) == (3 in seeds and long), request
+        for choice in range(request.params.n if name not in broke else 0):
+            assert tokens_of(outputs[name][choice]) == expected(engine, request, choice)
+    assert broke
+    assert num_failed > len(broke)
     engine.close()
 
 
