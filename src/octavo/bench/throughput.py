@@ -41,7 +41,7 @@ def watched(path: Path, config: EngineConfig) -> tuple[LLM, Watch, Shape]:
     engine = assemble(open_checkpoint(path), config)
     watch = Watch(engine.core.executor)
     llm = LLM.from_engine(engine._replace(core=EngineCore(engine.core.scheduler, watch)))
-    return llm, watch, Shape(engine.model, *engine.footprints, engine.format.token_bytes)
+    return llm, watch, Shape(engine.model, *engine.decoder.footprints, engine.format.token_bytes)
 
 
 def _run(llm: LLM, workload: Workload, num_requests: int | None, seed: int) -> tuple[dict[str, Any], float]:

@@ -31,9 +31,10 @@ from octavo.errors import ConfigError, InvalidRequest, OctavoError
 from octavo.kv_format import KVFormat
 from octavo.models import ARCHITECTURES
 from octavo.models.catalog import resolve
+from octavo.models.llama import Decoder
 from octavo.models.tokenizer import Tokenizer
 from octavo.models.weights import Checkpoint, open_checkpoint
-from octavo.ops.api import Footprint, Ops
+from octavo.ops.api import Ops
 from octavo.scheduler.scheduler import Scheduler
 from octavo.types import FinishReason, Output, Request, Sampled, SamplingParams
 
@@ -121,9 +122,10 @@ class StreamEvent(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """An engine's parts, ready to step; `footprints` as the decoder has them."""
+    """An engine's parts, ready to step."""
 
     core: EngineCore
+    decoder: Decoder
     tokenizer: Tokenizer
     sampler: Sampler
     guides: Guides
@@ -131,7 +133,6 @@ class Engine(NamedTuple):
     model: ModelConfig
     format: KVFormat
     max_model_len: int
-    footprints: tuple[Footprint, Footprint]
 
 
 def assemble(checkpoint: Checkpoint, config: EngineConfig, *, audit: bool = False) -> Engine:
@@ -151,7 +152,7 @@ def assemble(checkpoint: Checkpoint, config: EngineConfig, *, audit: bool = Fals
     )
     guides = Guides(tokenizer, model.vocab_size)
     core = EngineCore(scheduler, ModelRunner(decoder, KVStore(ops, kv_format, num_pages), sampler, guides), audit=audit)
-    return Engine(core, tokenizer, sampler, guides, config, model, kv_format, max_model_len, decoder.footprints)
+    return Engine(core, decoder, tokenizer, sampler, guides, config, model, kv_format, max_model_len)
 
 
 def _backend(config: EngineConfig) -> Ops:
