@@ -55,7 +55,7 @@ def engines(path: Path, sizes: list[int], args: argparse.Namespace) -> dict[int,
         num_pages = 2 * args.max_num_seqs * pages.num_pages(max_model_len)
         cache = CacheManager(num_pages, size, enable_prefix_caching=False)
         limits: dict[str, Any] = {"max_model_len": max_model_len, "vocab_size": model.vocab_size}
-        runner = ModelRunner(decoder, KVStore(ops, pages, num_pages), Sampler(frozenset(), model.vocab_size), guides)
+        runner = ModelRunner(decoder, KVStore(ops, pages, num_pages), Sampler(ops, frozenset()), guides)
         cores[size] = EngineCore(Scheduler(config, cache, eos_token_ids=frozenset(), **limits), runner)
     return cores
 
