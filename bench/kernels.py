@@ -116,7 +116,7 @@ def vocabulary(ops: Ops, kind: str, rows: list[int]) -> Iterator[Case]:
     head = ops.linear([Random(kind, MODEL.vocab_size, MODEL.hidden_size)])
     held, norm = ops.footprint(head), ops.vector(np.ones(MODEL.hidden_size, np.float32))
     for n in rows:
-        x, ids, none = matrix(ops, n, MODEL.hidden_size), np.arange(n, dtype=np.int32), np.zeros(1, np.int32)
+        x, ids, zero = matrix(ops, n, MODEL.hidden_size), np.arange(n, dtype=np.int32), np.zeros(1, np.int32)
         products = [2 * n * weights for weights in held[1:]]
 
         def run(x: Tensor = x, ids: Any = ids) -> None:
@@ -124,7 +124,7 @@ def vocabulary(ops: Ops, kind: str, rows: list[int]) -> Iterator[Case]:
 
         yield Case("vocabulary", {"format": kind, "rows": n}, Load(n, held.num_bytes, *products), run)
         tokens = np.random.default_rng(SEED).integers(0, MODEL.vocab_size, n, np.int32)
-        step = StepInputs(tokens, none, none, none, none, none)
+        step = StepInputs(tokens, ids, np.array([0, n], np.int32), zero, np.array([0, 1], np.int32), zero)
         moved = n * (held.num_bytes // MODEL.vocab_size + 4 * MODEL.hidden_size)
 
         def embed(step: StepInputs = step) -> None:

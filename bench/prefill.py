@@ -15,10 +15,10 @@ import random
 import statistics
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from octavo import SamplingParams
-from octavo.bench.machine import Probe, Shape, machine, probe, standing
+from octavo.bench.machine import Probe, Shape, Step, machine, probe, standing
 from octavo.bench.throughput import watched
 from octavo.config import EngineConfig
 from octavo.models.catalog import resolve
@@ -26,35 +26,44 @@ from octavo.models.catalog import resolve
 SEED = 1
 
 
-def measure(args: argparse.Namespace, allowed: Probe) -> list[dict[str, Any]]:
+def measure(args: argparse.Namespace) -> tuple[Probe, list[dict[str, Any]]]:
     config = EngineConfig(enable_prefix_caching=False, max_num_seqs=1, num_threads=args.threads)
     llm, watch, shape = watched(resolve(args.model), config)
-    chance, results = random.Random(SEED), []
-    for length in args.lengths:
-        runs = []
+    chance, before = random.Random(SEED), probe(args.threads)
+    runs: dict[int, list[Fill]] = {length: [] for length in args.lengths}
+    for length, fills in runs.items():
         for _ in range(args.repeats + 1):
             prompt = [chance.randrange(llm.model.vocab_size) for _ in range(length)]
             watch.steps.clear()
             start = time.perf_counter()
             llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
-            runs.append((time.perf_counter() - start, standing(watch.steps, start, shape, allowed)["all"]))
-        results.append(figures(length, runs[1:], allowed, shape))  # the first one warms up
-        told = results[-1]
-        print(f"{length} tokens: {told['tokens_per_s']:.0f} tokens/s, {100 * told['share']:.0f} %", file=sys.stderr)
+            fills.append(Fill(time.perf_counter() - start, start, watch.steps.copy()))
+        del fills[0]  # which warmed up
     llm.close()
-    return results
+    allowed = before.best(probe(args.threads))
+    return allowed, [figures(length, fills, shape, allowed) for length, fills in runs.items()]
 
 
-def figures(length: int, runs: list[tuple[float, dict[str, Any]]], allowed: Probe, shape: Shape) -> dict[str, Any]:
-    seconds, best = min(runs, key=lambda run: run[0])
-    attention = best["operations"]["float32"] / allowed.operations["float32"]
+class Fill(NamedTuple):
+    """One prompt's run: how long it took, when it began, and its steps."""
+
+    seconds: float
+    start: float
+    steps: list[Step]
+
+
+def figures(length: int, fills: list[Fill], shape: Shape, allowed: Probe) -> dict[str, Any]:
+    best = min(fills)
+    stands = standing(best.steps, best.start, shape, allowed)["all"]
+    attention = stands["operations"]["float32"] / allowed.operations["float32"] / stands["multiply_s"]
+    print(f"{length} tokens: {length / best.seconds:.0f} tokens/s, {100 * stands['share']:.0f} %", file=sys.stderr)
     return {
         "tokens": length,
-        "best_s": seconds,
-        "median_s": statistics.median(run[0] for run in runs),
-        "tokens_per_s": length / seconds,
-        "share": best["share"],
-        "attention": attention / best["multiply_s"] if not shape.layers.float32 else None,
+        "best_s": best.seconds,
+        "median_s": statistics.median(fill.seconds for fill in fills),
+        "tokens_per_s": length / best.seconds,
+        "share": stands["share"],
+        "attention": attention,
     }
 
 
@@ -65,8 +74,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int)
     args = parser.parse_args()
-    on, allowed = machine(), probe(args.threads)
-    results = measure(args, allowed)
+    on = machine()
+    allowed, results = measure(args)
     print(json.dumps({"machine": on, "seed": SEED, "probe": allowed._asdict(), "results": results}, indent=1))
 
 

@@ -102,6 +102,13 @@ def test_steps_are_set_against_the_probe() -> None:
     assert found["all"]["share"] == pytest.approx((72.0 + 24.4) / 142, abs=1e-3)
 
 
+def test_the_better_of_two_probes_counts() -> None:
+    first = Probe("generic", 1, {10: 1.0, 20: 4.0}, {"int8": 5.0})
+    assert first.best(Probe("generic", 1, {10: 2.0, 20: 3.0}, {"int8": 4.0})) == Probe(
+        "generic", 1, {10: 2.0, 20: 4.0}, {"int8": 5.0}
+    )
+
+
 def test_the_probe_has_the_threads_and_the_instructions_asked_for() -> None:
     found = probe(2, "generic", [1 << 20, 1 << 16])
     assert (found.variant, found.num_threads, list(found.reads)) == ("generic", 2, [1 << 16, 1 << 20])

@@ -404,9 +404,10 @@ def throughput(
 
     --seed decides the tokens; the lengths and everything else are the workload's.
 
-    The limits are measured before the run: the rate at which all threads read memory, and that at which they multiply
-    with the engine's instruction set, operands at hand. The bound of a step is the larger of two times: that of reading
-    the weights once and each sequence's keys and values, and that of the products of the weights and of attention.
+    The limits are measured before and after the run: the rate at which all threads read memory, and that at which they
+    multiply with the engine's instruction set, operands at hand. The bound of a step is the larger of two times: that
+    of reading the weights once and each sequence's keys and values, and that of the products of the weights and of
+    attention.
     docs/performance.md tells more.
     """
     from octavo.bench.machine import machine

@@ -48,6 +48,12 @@ class Probe(NamedTuple):
     reads: dict[int, float]
     operations: dict[str, float]
 
+    def best(self, other: Probe) -> Probe:
+        """The higher rates of both, which were taken alike: other work only ever slows a probe down."""
+        reads = {size: max(rate, other.reads[size]) for size, rate in self.reads.items()}
+        operations = {dtype: max(rate, other.operations[dtype]) for dtype, rate in self.operations.items()}
+        return self._replace(reads=reads, operations=operations)
+
 
 def probe(num_threads: int | None = None, variant: str | None = None, sizes: Iterable[int] = WORKING_SETS) -> Probe:
     """Measure this machine with the threads and the instruction set that an engine would use. Takes a second."""

@@ -23,12 +23,14 @@ def measure(path: Path, config: EngineConfig, workload: Workload, num_requests: 
     """Run the workload once, after a warm-up that shares no prompt with it. Times in seconds, rates in tokens a second.
 
     time_to_first_token counts from the start of the run: all requests are queued at once. inter_token is the time
-    between two events of one answer, divided by the tokens that came. probe, standing: see octavo.bench.machine.
+    between two events of one answer, divided by the tokens that came. probe, standing: see octavo.bench.machine; the
+    probe is the best of one before and one after the run.
     """
     llm, watch, shape = watched(path, config)
     with llm:
-        allowed = probe(config.num_threads)
+        before = probe(config.num_threads)
         figures, start = _run(llm, workload, num_requests, config.seed)
+        allowed = before.best(probe(config.num_threads))
     return {
         **figures,
         "probe": allowed._asdict(),
