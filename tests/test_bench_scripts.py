@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from bench import growth, paging
+from bench.peers import compare
 
 from octavo.bench.workloads import Work
 
@@ -41,3 +42,10 @@ def test_points_give_a_line(model_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert found["x"] == [1, 2, 3] and found["step_s"] == [2.5, 4.5, 6.5]
     assert (found["slope_s"], found["intercept_s"], found["r2"]) == pytest.approx((2.0, 0.5, 1.0))
     assert found["control_slope_s"] == pytest.approx(0.25)
+
+
+def test_peers_are_compared_on_the_same_work_only() -> None:
+    run = {"num_requests": 8, "prompt_tokens": 1441, "output_tokens": 1991, "seconds": 1.0}
+    compare.check_same_work([run, run | {"seconds": 2.0}])
+    with pytest.raises(SystemExit, match=r"\[\(8, 1441, 880\), \(8, 1441, 1991\)\]"):
+        compare.check_same_work([run, run | {"output_tokens": 880}])

@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,13 @@ def openvino(python: str, model: str, options: list[str]) -> dict[str, Any]:
     return figures
 
 
+def check_same_work(runs: Iterable[dict[str, Any]]) -> None:
+    """Raises SystemExit unless all runs were of as many requests and tokens."""
+    done = {tuple(run[name] for name in ("num_requests", "prompt_tokens", "output_tokens")) for run in runs}
+    if len(done) > 1:
+        raise SystemExit(f"the engines did not do the same work: (requests, prompt, output tokens) were {sorted(done)}")
+
+
 def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
@@ -58,6 +65,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(TARGETS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, help="fewer than the workload has, for a quick look")
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--peer-python", default=".venv-peers/bin/python", help="a Python that has openvino-genai")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     args = parser.parse_args()
@@ -65,7 +73,8 @@ def main() -> None:
     report: dict[str, Any] = {"machine": machine(), "rounds": args.rounds, "workloads": {}}
     line("workload", "octavo", "openvino", "ratio: median (least … most), output tokens a second")
     for workload in args.workloads:
-        options = ["--workload", workload, *(["--requests", str(args.requests)] if args.requests else [])]
+        options = ["--workload", workload, "--seed", str(args.seed)]
+        options += ["--requests", str(args.requests)] if args.requests else []
         sides: dict[str, Callable[[], dict[str, Any]]] = {
             "octavo": lambda options=options: octavo(model, options),
             "openvino_genai": lambda options=options: openvino(args.peer_python, model, options),
@@ -76,6 +85,7 @@ def main() -> None:
                 runs[side].append(sides[side]())
                 rate = runs[side][-1]["output_tokens_per_s"]
                 print(f"{workload}, round {number + 1}, {side}: {rate:.1f} tokens/s", file=sys.stderr)
+        check_same_work(run for side in runs.values() for run in side)
         ours, theirs = ([run["output_tokens_per_s"] for run in runs[side]] for side in sides)
         ratio = spread([a / b for a, b in zip(ours, theirs, strict=True)])
         report["workloads"][workload] = {"ratio": ratio, **runs}

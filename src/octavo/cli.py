@@ -391,7 +391,7 @@ class WorkloadName(StrEnum):
 
 
 @bench.command()
-@takes(max_num_seqs=32)
+@takes(max_num_seqs=32, seed=1)
 def throughput(
     model: Model,
     workload: Annotated[WorkloadName, typer.Option(help="What to serve.")] = WorkloadName.mixed,
@@ -402,7 +402,7 @@ def throughput(
 ) -> None:
     """Serve a workload of random tokens offline, print how fast that went and how near it came to the machine's limits.
 
-    --seed decides the tokens; the lengths and everything else are the workload's.
+    --seed decides the tokens, and the lengths where they are random; the peers' scripts have the same default.
 
     The limits are measured before and after the run: the rate at which all threads read memory, and that at which they
     multiply with the engine's instruction set, operands at hand. The bound of a step is the larger of two times: that
