@@ -36,7 +36,6 @@ struct Inputs {
   QuantGroup* quantized;  // [rows / TILE_ROWS][groups][TILE_ROWS]
   BF16* rounded;          // [rows][row_groups][32]
   size_t groups;
-  size_t stride;  // row_groups
 };
 
 // Rows that meet a block of weights together. Their QuantGroups lie together too, so that a panel of rows is one stream.
@@ -492,8 +491,7 @@ struct Tiles {
 constexpr int WORTH_A_TILE = 9;  // rows; fewer go through byte dot products
 
 template <int CODES, int T>
-OCTAVO_INLINE void tile_product(const uint8_t* weights, const QuantGroup* in, int half,
-                                int32_t (*sums)[LANES]) {
+OCTAVO_INLINE void tile_product(const uint8_t* weights, const QuantGroup* in, int half, int32_t (*sums)[LANES]) {
   constexpr int A = 4 + T % 2, B = 6 + T % 2;
   tile_zero<T>();
   tile_load<A>(in->codes + 16 * half, sizeof(QuantGroup));
@@ -591,10 +589,10 @@ struct Tiles {};
 // What a thread keeps while the rows pass by a block.
 struct Work {
   Tiles& tiles;
-  uint8_t* bytes;         // room for a block unpacked
-  size_t rows;            // that will meet each block
-  const uint8_t* block;   // the one that rows met last
-  Segment unpacked;       // how
+  uint8_t* bytes;        // room for a block unpacked
+  size_t rows;           // that will meet each block
+  const uint8_t* block;  // the one that rows met last
+  Segment unpacked;      // where its parts lie in `bytes`, on AVX2
 };
 
 // Rows first … first + rows - 1 (at most TILE_ROWS) times a block. Inputs have room for TILE_ROWS rows from `first` on.
@@ -603,13 +601,14 @@ using BlockKernel = void (*)(const Segment&, const uint8_t* block, const Inputs&
 
 template <int CODES, bool MINIMUM, bool WIDE, bool FINE>
 void quantized_block(const Segment& segment, const uint8_t* block, const Inputs& inputs, size_t first, int rows,
-                     [[maybe_unused]] Work& work, float (*y)[LANES]) {
+                     Work& work, float (*y)[LANES]) {
   const QuantGroup* in = inputs.quantized + first * inputs.groups;  // first is a multiple of TILE_ROWS
-  const uint8_t* next = work.block == block ? nullptr : block + segment.block_bytes;
-#define OCTAVO_ROWS(R, UNPACKED, segment, block)                                                                     \
-  for (; rows >= R; rows -= R, y += R, in += R) {                                                    \
-    quantized_rows<CODES, MINIMUM, WIDE, FINE, UNPACKED, R>(segment, block, next, in, y);             \
-    next = nullptr;                                                                                                  \
+  const uint8_t* next = work.block == block ? nullptr : block + segment.block_bytes;  // to be asked for meanwhile
+  work.block = block;
+#define OCTAVO_ROWS(R, UNPACKED, segment, block)                                         \
+  for (; rows >= R; rows -= R, y += R, in += R) {                                        \
+    quantized_rows<CODES, MINIMUM, WIDE, FINE, UNPACKED, R>(segment, block, next, in, y); \
+    next = nullptr;                                                                      \
   }
 #if OCTAVO_LEVEL == 3
   if (rows >= WORTH_A_TILE) {
@@ -618,9 +617,7 @@ void quantized_block(const Segment& segment, const uint8_t* block, const Inputs&
     }
     constexpr int BYTES = GROUP / PARTS<CODES, FINE>;
     work.tiles.configure(BYTES, BYTES);
-    quantized_tile<CODES, MINIMUM, WIDE, FINE>(segment, block, CODES == Format::W4 ? work.bytes : block, in,
-                                               next, y);
-    work.block = block;
+    quantized_tile<CODES, MINIMUM, WIDE, FINE>(segment, block, CODES == Format::W4 ? work.bytes : block, in, next, y);
     return;
   }
 #elif OCTAVO_LEVEL == 1
@@ -631,7 +628,6 @@ void quantized_block(const Segment& segment, const uint8_t* block, const Inputs&
     OCTAVO_ROWS(4, true, work.unpacked, work.bytes)
     OCTAVO_ROWS(2, true, work.unpacked, work.bytes)
     OCTAVO_ROWS(1, true, work.unpacked, work.bytes)
-    work.block = block;
     return;
   }
 #endif
@@ -641,21 +637,21 @@ void quantized_block(const Segment& segment, const uint8_t* block, const Inputs&
   OCTAVO_ROWS(4, false, segment, block)
   OCTAVO_ROWS(2, false, segment, block)
   OCTAVO_ROWS(1, false, segment, block)
-  work.block = block;
 #undef OCTAVO_ROWS
 }
 
 void bf16_block(const Segment& segment, const uint8_t* block, const Inputs& inputs, size_t first, int rows,
                 [[maybe_unused]] Work& work, float (*y)[LANES]) {
-  const BF16* in = inputs.rounded + first * inputs.stride * GROUP;
+  const size_t stride = row_groups(inputs.groups);
+  const BF16* in = inputs.rounded + first * stride * GROUP;
 #if OCTAVO_LEVEL == 3
   static_cast<void>(rows);
   work.tiles.configure(2 * GROUP, 2 * GROUP);
-  bf16_tile(segment, block, in, inputs.stride, y);
+  bf16_tile(segment, block, in, stride, y);
 #else
 #define OCTAVO_ROWS(R)                                                                 \
-  for (; rows >= R; rows -= R, y += R, in += R * inputs.stride * GROUP) {              \
-    bf16_rows<R>(segment, block, in, inputs.stride, y);                                \
+  for (; rows >= R; rows -= R, y += R, in += R * stride * GROUP) {                     \
+    bf16_rows<R>(segment, block, in, stride, y);                                       \
   }
 #if OCTAVO_LEVEL == 2
   OCTAVO_ROWS(8)
@@ -821,7 +817,7 @@ void product(const Job& job, size_t begin, size_t end, int thread) {
 void run(const LinearCall& call, void* scratch, Pool& pool) {
   Job job{call, static_cast<char*>(scratch), Layout(*call.linear, call.rows, pool.size()), {}};
   job.inputs = {reinterpret_cast<QuantGroup*>(job.scratch),
-                reinterpret_cast<BF16*>(job.scratch + job.layout.rounded_at), job.layout.groups, job.layout.stride};
+                reinterpret_cast<BF16*>(job.scratch + job.layout.rounded_at), job.layout.groups};
   pool.run(
       call.rows,
       [](void* context, size_t begin, size_t end, int thread) {
