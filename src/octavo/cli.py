@@ -146,6 +146,11 @@ METAVARS = {
     "allowed_origins": "ORIGIN",
     "served_model_name": "NAME",
     "api_key": "KEY",
+    **dict.fromkeys(("swap_space", "kv_offload_space"), "GIB"),
+    **dict.fromkeys(("max_pinned_fraction", "kv_quota"), "FRACTION"),
+    "session_ttl": "SECONDS",
+    "kv_offload_dir": "DIRECTORY",
+    "preemption_mode": "MODE",
 }
 PANELS = {
     **dict.fromkeys(("host", "port", "uds", "allowed_origins"), "Network"),
@@ -156,6 +161,8 @@ PANELS = {
     **dict.fromkeys(
         ("header_timeout", "body_timeout", "timeout_keep_alive", "drain_timeout", "step_timeout"), "Limits"
     ),
+    **dict.fromkeys(("swap_space", "kv_offload_dir", "kv_offload_space", "restore", "preemption_mode"), "Memory tiers"),
+    **dict.fromkeys(("session_ttl", "max_pinned_fraction", "kv_quota"), "Memory tiers"),
     **dict.fromkeys(("disable_log_requests", "log_prompts", "metrics_namespace"), "Watching"),
 }
 
