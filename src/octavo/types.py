@@ -343,3 +343,21 @@ class Output(NamedTuple):
     num_preemptions: int
     prompt_logprobs: Sequence[Sampled] | None = None
     score: float | None = None
+
+
+class SessionInfo(NamedTuple):
+    """What a session holds. `pages` counts those on its path by tier; `shared_pages` of them other sessions use too.
+
+    `idle_s` is 0 while a request runs; `pinned_s` is what remains of a pin, 0 without one. Tokens are of all prompts.
+    """
+
+    tenant: str
+    session_id: str
+    num_running: int
+    num_requests: int
+    pages: tuple[int, int, int]
+    shared_pages: int
+    idle_s: float
+    pinned_s: float
+    queried_tokens: int
+    hit_tokens: int
