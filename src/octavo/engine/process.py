@@ -3,8 +3,8 @@
 Owns the messages of that socket, their framing, and the child's loop. Requests come as token ids and answers leave as
 token ids: nothing here tokenises, renders or waits for a client. The parent's side is `octavo.engine.async_llm`.
 
-    parent ── Launch, Add, Abort, Finish, Stop ──►  child
-           ◄── Ready | Failed, Accepted, Refused, Broke, Stepped, Changed, Logged, Crashed ──
+    parent ── Launch, Add, Abort, Finish, ListSessions, TouchSession, Save, Stop ──►  child
+           ◄── Ready | Failed, Accepted, Refused, Broke, Stepped, Changed, Sessions, Saved, Denied, Logged, Crashed ──
 
 The child steps while there is work and sleeps in `poll` while there is none. It leaves when the parent does, however
 the parent ended, and leaves signals that stop a service to the parent.
@@ -28,18 +28,28 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from octavo.cache.manager import CacheStats
 from octavo.config import EngineConfig
+from octavo.engine.core import EngineCore
 from octavo.engine.llm import Engine, assemble
-from octavo.errors import ConfigError, InvalidRequest, ModelError, OctavoError, RequestTooLarge
+from octavo.errors import (
+    ConfigError,
+    InvalidRequest,
+    ModelError,
+    OctavoError,
+    PinRefused,
+    RequestFailed,
+    RequestTooLarge,
+    UnknownSession,
+)
 from octavo.models.weights import open_checkpoint
 from octavo.scheduler.limits import Limits
 from octavo.scheduler.scheduler import SchedulerStats
-from octavo.types import Output, Request, SamplingParams
+from octavo.types import Output, Request, SamplingParams, SessionInfo, Tier
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +80,8 @@ class Add(Message, tag=True):
     params: SamplingParams
     identity: tuple[str, ...]
     priority: int
+    tenant: str
+    session_id: str | None
 
 
 class Abort(Message, tag=True):
@@ -85,8 +97,57 @@ class Finish(Message, tag=True):
     index: int
 
 
+class ListSessions(Message, tag=True):
+    """Answered by Sessions of the same number: up to `limit`, the longest idle first. None is every tenant."""
+
+    number: int
+    tenant: str | None
+    limit: int
+
+
+class TouchSession(Message, tag=True):
+    """Look at a session or change what becomes of its pages; answered by Sessions or Denied of the same number.
+
+    `ttl_s` is for "pin", which 0 undoes.
+    """
+
+    number: int
+    action: Literal["show", "pin", "release", "demote"]
+    tenant: str
+    session_id: str
+    ttl_s: float = 0.0
+
+
+class Save(Message, tag=True):
+    """Write what can be found to disk. Answered when all is written, by Saved or Denied of the same number."""
+
+    number: int
+
+
 class Stop(Message, tag=True):
     """Audit the pages and exit."""
+
+
+class TierPages(Message):
+    """The pages of a tier: those in use, those that are only kept, and room for others."""
+
+    total: int = 0
+    referenced: int = 0
+    cached: int = 0
+    free: int = 0
+
+
+class TierNews(Message):
+    """The tiers at one moment: pages by tier, of the device's those pinned, and what it takes here to have them again.
+
+    `load_s` is the time to bring back a page of each tier below the pool, `recompute_s` that to compute a token.
+    """
+
+    pages: dict[Tier, TierPages] = msgspec.field(default_factory=lambda: {tier: TierPages() for tier in Tier})
+    num_pinned: int = 0
+    num_sessions: int = 0
+    load_s: dict[Tier, float] = {}
+    recompute_s: float = 0.0
 
 
 class EngineStats(Message):
@@ -105,6 +166,7 @@ class EngineStats(Message):
     token_bytes: int = 0
     scheduler: SchedulerStats = msgspec.field(default_factory=SchedulerStats)
     cache: CacheStats = msgspec.field(default_factory=CacheStats)
+    tiers: TierNews = msgspec.field(default_factory=TierNews)
     finished: dict[str, int] = {}
 
 
@@ -164,6 +226,31 @@ class Changed(Message, tag=True):
     stats: EngineStats
 
 
+class Sessions(Message, tag=True):
+    """The sessions that were asked for, or the one that was touched; of a released one, what it held."""
+
+    number: int
+    sessions: list[SessionInfo]
+
+
+class Saved(Message, tag=True):
+    """How many pages are written, how many could not be, and how long that took."""
+
+    number: int
+    pages: int
+    failed: int
+    seconds: float
+
+
+class Denied(Message, tag=True):
+    """What was asked under this number cannot be done: the error's class, its option if it has one, what it says."""
+
+    number: int
+    kind: str
+    place: str
+    message: str
+
+
 class Logged(Message, tag=True):
     """A record of the child's log."""
 
@@ -179,17 +266,22 @@ class Crashed(Message, tag=True):
     trace: str
 
 
-Command = Launch | Add | Abort | Finish | Stop
-Reply = Ready | Failed | Accepted | Refused | Broke | Stepped | Changed | Logged | Crashed
+Command = Launch | Add | Abort | Finish | ListSessions | TouchSession | Save | Stop
+Answer = Sessions | Saved | Denied
+Reply = Ready | Failed | Accepted | Refused | Broke | Stepped | Changed | Answer | Logged | Crashed
 
 _ERRORS: dict[str, type[Any]] = {
-    error.__name__: error for error in (ConfigError, ModelError, InvalidRequest, RequestTooLarge)
+    error.__name__: error
+    for error in (
+        *(ConfigError, ModelError, InvalidRequest, RequestTooLarge),
+        *(UnknownSession, PinRefused, RequestFailed),
+    )
 }
 
 
 def error_of(kind: str, place: str, message: str) -> OctavoError:
-    """The error that a Failed or Refused stands for."""
-    error: OctavoError = _ERRORS[kind](place, message)
+    """The error that a Failed, Refused or Denied stands for; those that blame no place have none."""
+    error: OctavoError = _ERRORS[kind](*([place] if place else []), message)
     return error
 
 
@@ -292,13 +384,23 @@ class _Forward(logging.Handler):
         self._channel.send(Logged(record.name, record.levelno, self.format(record)))
 
 
+class _Saving(NamedTuple):
+    """A save under way, and under which numbers it was asked for."""
+
+    began: float
+    num_pages: int
+    numbers: list[int]
+
+
 def serve(engine: Engine, channel: Channel) -> None:
     """Step until told to stop. Raises EOFError when the parent is gone, and whatever stops the engine as a whole.
 
-    A request with a guide is queued when that is compiled, so that no step waits for it.
+    A request with a guide is queued when that is compiled, so that no step waits for it. Whoever asks for a save during
+    another one is told of that one's end.
     """
     core = engine.core
     compiling: list[tuple[Future[None], Add]] = []
+    saving: _Saving | None = None
 
     def planned() -> None:
         channel.send(Changed(stats_of(engine)))
@@ -309,6 +411,7 @@ def serve(engine: Engine, channel: Channel) -> None:
 
     while True:
         commands = channel.receive(wait=not core.has_work and not compiling)
+        core.tick(time.monotonic())
         for command in commands:
             match command:
                 case Add():
@@ -321,6 +424,17 @@ def serve(engine: Engine, channel: Channel) -> None:
                     core.abort(request_id)
                 case Finish(request_id, index):
                     core.finish(request_id, index)
+                case ListSessions() | TouchSession():
+                    answer = _answer(core, command)
+                    channel.send(Changed(stats_of(engine)))  # before the answer: who has that knows these
+                    channel.send(answer)
+                case Save(number):
+                    if saving is not None:
+                        saving.numbers.append(number)
+                    elif (denied := _save(core, number)) is not None:
+                        channel.send(denied)
+                    else:
+                        saving = _Saving(time.monotonic(), core.saving, [number])
                 case Stop():
                     core.close()
                     return
@@ -328,21 +442,28 @@ def serve(engine: Engine, channel: Channel) -> None:
             wait([compiling[0][0]], COMPILING_S)
         while compiling and compiling[0][0].done():  # they are compiled one by one, in order
             channel.send(_add(engine, compiling.pop(0)[1]))
-        if not core.has_work:
-            channel.send(Changed(stats_of(engine)))
+        if core.has_work:
             channel.flush()
-            continue
-        channel.flush()
-        began = time.monotonic()
-        outputs = core.step(planned if commands else None, broke)
-        ended = time.monotonic()
-        channel.send(Stepped(began, ended, core.scheduler.newly_scheduled, outputs, stats_of(engine)))
+            began = time.monotonic()
+            outputs = core.step(planned if commands else None, broke, now=began)
+            ended = time.monotonic()
+            channel.send(Stepped(began, ended, core.scheduler.newly_scheduled, outputs, stats_of(engine)))
+        else:
+            channel.send(Changed(stats_of(engine)))
+        if saving is not None and not core.saving:
+            written, seconds = saving.num_pages - core.save_failed, time.monotonic() - saving.began
+            for number in saving.numbers:
+                channel.send(Saved(number, written, core.save_failed, seconds))
+            saving = None
         channel.flush()
 
 
 def _add(engine: Engine, command: Add) -> Reply:
     prompt = array("i", command.prompt)
-    request = Request(command.request_id, prompt, command.params, command.identity, command.priority)
+    request = Request(
+        *(command.request_id, prompt, command.params, command.identity),
+        *(command.priority, command.tenant, command.session_id),
+    )
     try:
         if command.params.guide is not None:
             engine.guides.check(command.params.guide)
@@ -357,6 +478,40 @@ def _add(engine: Engine, command: Add) -> Reply:
 def _broke(request_id: str, error: Exception) -> Broke:
     _log.error("request %s cannot be computed", request_id, exc_info=error)
     return Broke(request_id, _named(error))
+
+
+def _answer(core: EngineCore, command: ListSessions | TouchSession) -> Answer:
+    try:
+        match command:
+            case ListSessions(number, tenant, limit):
+                return Sessions(number, core.list_sessions(tenant, limit))
+            case TouchSession(number, "show", tenant, session_id):
+                touched = core.session(tenant, session_id)
+            case TouchSession(number, "pin", tenant, session_id, ttl_s):
+                touched = core.pin(tenant, session_id, ttl_s)
+            case TouchSession(number, "release", tenant, session_id):
+                touched = core.release_session(tenant, session_id)
+            case TouchSession(number, _, tenant, session_id):
+                touched = core.demote_session(tenant, session_id)
+        return Sessions(number, [touched])
+    except Exception as error:
+        return _denied(command.number, error)
+
+
+def _save(core: EngineCore, number: int) -> Denied | None:
+    """Begin a save, unless that cannot be."""
+    try:
+        core.save()
+    except Exception as error:
+        return _denied(number, error)
+    return None
+
+
+def _denied(number: int, error: Exception) -> Denied:
+    if type(error).__name__ not in _ERRORS:
+        _log.error("what was asked about the cache cannot be done", exc_info=error)
+        error = RequestFailed(_named(error))
+    return Denied(number, *_told(error, getattr(error, "option", "")))
 
 
 def _named(error: BaseException) -> str:
@@ -379,7 +534,13 @@ def stats_of(engine: Engine) -> EngineStats:
         pages.token_bytes,
         scheduler,
         cache,
+        tier_news(core),
     )
+
+
+def tier_news(core: EngineCore) -> TierNews:
+    """The tiers as they are now."""
+    return TierNews()
 
 
 def _leave_with_parent(sock: socket.socket) -> None:
