@@ -198,9 +198,7 @@ def test_strange_names_are_names(open_to_all: Served, name: str) -> None:
     assert refusal(open_to_all.http.get(at(name)), 404)["code"] == "session_not_found"
 
 
-@pytest.mark.parametrize(
-    "name", ["", "x" * 300, "a\nb", "a\n", "\n", "\x00", "\x1b[2J", "\x7f", "a\x85", 5, [], {}]
-)
+@pytest.mark.parametrize("name", ["", "x" * 300, "a\nb", "a\n", "\n", "\x00", "\x1b[2J", "\x7f", "a\x85", 5, [], {}])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
 def test_what_is_no_name_is_refused(open_to_all: Served, path: str, name: Any) -> None:
     what: dict[str, Any] = {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}
