@@ -285,7 +285,8 @@ def error_of(kind: str, place: str, message: str) -> OctavoError:
     return error
 
 
-def _told(error: Exception, place: str) -> tuple[str, str, str]:
+def _told(error: Exception) -> tuple[str, str, str]:
+    place = next((str(getattr(error, name)) for name in ("option", "field", "path") if hasattr(error, name)), "")
     return type(error).__name__, place, str(error).removeprefix(f"{place}: ")
 
 
@@ -469,7 +470,7 @@ def _add(engine: Engine, command: Add) -> Reply:
             engine.guides.check(command.params.guide)
         engine.core.add(request)
     except InvalidRequest as error:
-        return Refused(command.request_id, *_told(error, error.field))
+        return Refused(command.request_id, *_told(error))
     except Exception as error:
         return _broke(command.request_id, error)
     return Accepted(command.request_id)
@@ -511,7 +512,7 @@ def _denied(number: int, error: Exception) -> Denied:
     if type(error).__name__ not in _ERRORS:
         _log.error("what was asked about the cache cannot be done", exc_info=error)
         error = RequestFailed(_named(error))
-    return Denied(number, *_told(error, getattr(error, "option", "")))
+    return Denied(number, *_told(error))
 
 
 def _named(error: BaseException) -> str:
@@ -570,8 +571,7 @@ def main(fd: int) -> int:
         try:
             engine = assemble(open_checkpoint(Path(launch.path)), launch.config)
         except (ConfigError, ModelError) as error:
-            place = error.option if isinstance(error, ConfigError) else error.path
-            channel.send(Failed(*_told(error, place)))
+            channel.send(Failed(*_told(error)))
             channel.drain()
             return 1
         gc.freeze()  # what is loaded stays: collections between steps need not look at it

@@ -61,7 +61,7 @@ from octavo.server.protocol import (
     message_text,
     refused,
 )
-from octavo.server.sessions import PIN_S, Action, Sessions, session_of
+from octavo.server.sessions import PIN_S, Action, SessionAPI, session_of
 from octavo.server.settings import ServerConfig
 from octavo.server.stream import DONE, Answer, ChatReplies, CompletionReplies, event, usage
 from octavo.server.structured import LEGACY_FIELDS, Constraint, constraint, json_size
@@ -147,7 +147,7 @@ class Application:
             _check_template(llm.tokenizer)
         self._root = model
         self._keys = Keys(config)
-        self._sessions = Sessions(llm, self._keys)
+        self._sessions = SessionAPI(llm, self._keys)
         self._longest_token = max(len(llm.tokenizer.token_bytes(token)) for token in range(llm.tokenizer.vocab_size))
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="octavo-text")
         self._slow_thread = ThreadPoolExecutor(1, thread_name_prefix="octavo-huge")

@@ -55,7 +55,7 @@ def _checked(field: str, session_id: str) -> str:
     return session_id
 
 
-class Sessions:
+class SessionAPI:
     """What callers ask about sessions."""
 
     def __init__(self, llm: AsyncLLM, keys: Keys) -> None:
