@@ -18,3 +18,7 @@ class Executor(Protocol):
         requests of that plan.
         """
         ...
+
+    def close(self) -> None:
+        """Give up what is held. No move is under way."""
+        ...
