@@ -10,8 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.conftest import REPOSITORY
 
-from octavo.cache.manager import CacheStats
-from octavo.engine.process import EngineStats, TierNews, TierPages
+from octavo.cache.manager import CacheStats, TierPages
+from octavo.engine.process import EngineStats, Moves, TierNews
 from octavo.errors import ConfigError
 from octavo.scheduler.scheduler import SchedulerStats
 from octavo.server import metrics as module
@@ -56,21 +56,14 @@ STATS = EngineStats(
     pages_free=1,
     page_bytes=100,
     scheduler=SchedulerStats(num_preemptions=6, generation_tokens=70),
-    cache=CacheStats(
-        queried_tokens=80,
-        hit_tokens=9,
-        resumed_tokens=11,
-        pages_evicted=12,
-        pages_moved={(Tier.DEVICE, Tier.HOST): 15, (Tier.DISK, Tier.DEVICE): 16},
-        moves_failed=17,
-        pages_dropped=18,
-    ),
+    cache=CacheStats(queried_tokens=80, hit_tokens=9, resumed_tokens=11, pages_evicted=12),
+    moves=Moves({(Tier.DEVICE, Tier.HOST): 15, (Tier.DISK, Tier.DEVICE): 16}, failed=17, dropped=18),
     tiers=TierNews(
         {Tier.DEVICE: TierPages(10, 4, 5, 1), Tier.HOST: TierPages(20, 2, 15, 3), Tier.DISK: TierPages(30, 0, 29, 1)},
-        num_pinned=19,
+        num_pinned={Tier.DEVICE: 19, Tier.HOST: 21},
         num_sessions=20,
         load_s={Tier.HOST: 0.25, Tier.DISK: 0.5},
-        recompute_s=0.125,
+        token_s=0.125,
     ),
     finished={"stop": 13, "abort": 14},
 )
@@ -141,7 +134,8 @@ def test_what_the_engine_says_is_shown_as_it_is_now() -> None:
         ("kv_tier_pages", ("tier", "host"), ("state", "free")): 3,
         ("kv_tier_pages", ("tier", "disk"), ("state", "cached")): 29,
         ("kv_tier_bytes", ("tier", "disk"), ("state", "cached")): 2900,
-        ("kv_pages_pinned",): 19,
+        ("kv_pages_pinned", ("tier", "device")): 19,
+        ("kv_pages_pinned", ("tier", "host")): 21,
         ("num_sessions",): 20,
         ("kv_load_page_seconds", ("tier", "host")): 0.25,
         ("kv_load_page_seconds", ("tier", "disk")): 0.5,

@@ -20,7 +20,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import astuple, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, Self, TypeVar, overload
 
@@ -267,7 +267,7 @@ class AsyncLLM:
         """
         before, now = self._before, self._stats
         num_waiting = now.num_waiting + sum(not stream._accepted.done() for stream in self._streams.values())
-        sums = {name: _added(getattr(before, name), getattr(now, name)) for name in ("scheduler", "cache")}
+        sums = {name: _added(getattr(before, name), getattr(now, name)) for name in ("scheduler", "cache", "moves")}
         return msgspec.structs.replace(now, **sums, num_waiting=num_waiting, finished=dict(self._finished))
 
     @overload
@@ -676,9 +676,11 @@ def _sessions(answer: Answer) -> list[SessionInfo]:
 
 def _added(before: Any, now: Any) -> Any:
     """Two statistics of one kind as one: sums of counts, the larger peak."""
-    names = [field.name for field in fields(now)]
-    pairs = zip(names, astuple(before), astuple(now), strict=True)
-    return type(now)(*(max(a, b) if name.startswith("peak_") else _sum(a, b) for name, a, b in pairs))
+    sums = {}
+    for name in [field.name for field in fields(now)]:
+        a, b = getattr(before, name), getattr(now, name)
+        sums[name] = max(a, b) if name.startswith("peak_") else _sum(a, b)
+    return type(now)(**sums)
 
 
 def _sum(before: Any, now: Any) -> Any:

@@ -27,12 +27,13 @@ from array import array
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from octavo.cache.manager import CacheStats
+from octavo.cache.manager import CacheStats, TierPages
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.llm import Engine, assemble
@@ -128,26 +129,26 @@ class Stop(Message, tag=True):
     """Audit the pages and exit."""
 
 
-class TierPages(Message):
-    """The pages of a tier: those in use, those that are only kept, and room for others."""
-
-    total: int = 0
-    referenced: int = 0
-    cached: int = 0
-    free: int = 0
-
-
 class TierNews(Message):
-    """The tiers at one moment: pages by tier, of the device's those pinned, and what it takes here to have them again.
+    """The tiers at one moment: their pages, those of them that are pinned, and what it takes here to have them again.
 
-    `load_s` is the time to bring back a page of each tier below the pool, `recompute_s` that to compute a token.
+    `load_s` is the time to bring back a page of each tier below the pool, `token_s` that to compute a token.
     """
 
-    pages: dict[Tier, TierPages] = msgspec.field(default_factory=lambda: {tier: TierPages() for tier in Tier})
-    num_pinned: int = 0
+    pages: dict[Tier, TierPages] = msgspec.field(default_factory=lambda: dict.fromkeys(Tier, TierPages(0, 0, 0, 0)))
+    num_pinned: dict[Tier, int] = msgspec.field(default_factory=lambda: dict.fromkeys(Tier, 0))
     num_sessions: int = 0
     load_s: dict[Tier, float] = {}
-    recompute_s: float = 0.0
+    token_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Moves:
+    """Counts since the start, of pages: copied (from, to), copied in vain, and forgotten by every tier."""
+
+    moved: dict[tuple[Tier, Tier], int] = field(default_factory=dict)
+    failed: int = 0
+    dropped: int = 0
 
 
 class EngineStats(Message):
@@ -166,6 +167,7 @@ class EngineStats(Message):
     token_bytes: int = 0
     scheduler: SchedulerStats = msgspec.field(default_factory=SchedulerStats)
     cache: CacheStats = msgspec.field(default_factory=CacheStats)
+    moves: Moves = msgspec.field(default_factory=Moves)
     tiers: TierNews = msgspec.field(default_factory=TierNews)
     finished: dict[str, int] = {}
 
@@ -435,7 +437,7 @@ def serve(engine: Engine, channel: Channel) -> None:
                     elif (denied := _save(core, number)) is not None:
                         channel.send(denied)
                     else:
-                        saving = _Saving(time.monotonic(), core.saving, [number])
+                        saving = _Saving(time.monotonic(), core.saving + core.save_failed, [number])
                 case Stop():
                     core.close()
                     return
@@ -524,6 +526,7 @@ def stats_of(engine: Engine) -> EngineStats:
     core = engine.core
     scheduler, cache = core.stats
     pool, pages = core.cache.pool, engine.format
+    moves, costs = core.cache.tiers.stats, core.cache.tiers.costs
     return EngineStats(
         core.scheduler.num_running,
         core.scheduler.num_waiting,
@@ -535,13 +538,15 @@ def stats_of(engine: Engine) -> EngineStats:
         pages.token_bytes,
         scheduler,
         cache,
-        tier_news(core),
+        Moves(dict(moves.moved), moves.moves_failed, moves.pages_dropped),
+        TierNews(
+            core.cache.tier_pages(),
+            dict(zip(Tier, core.cache.sessions.num_pinned, strict=True)),
+            len(core.cache.sessions),
+            costs.load_s,
+            costs.token_s,
+        ),
     )
-
-
-def tier_news(core: EngineCore) -> TierNews:
-    """The tiers as they are now."""
-    return TierNews()
 
 
 def _leave_with_parent(sock: socket.socket) -> None:

@@ -298,15 +298,16 @@ class _Page(Collector):
         yield self._gauge("kv_tier_pages", "Pages of each tier by state.", by_tier, "tier", "state")
         sizes_by_tier = {names: count * stats.page_bytes for names, count in by_tier.items()}
         yield self._gauge("kv_tier_bytes", "The same in bytes.", sizes_by_tier, "tier", "state")
-        yield self._gauge("kv_pages_pinned", "Pages of the pool that pinned sessions hold.", tiers.num_pinned)
+        pinned = {tier.name.lower(): count for tier, count in tiers.num_pinned.items()}
+        yield self._gauge("kv_pages_pinned", "Pages of each tier that pinned sessions hold.", pinned, "tier")
         yield self._gauge("num_sessions", "Sessions that are remembered.", tiers.num_sessions)
         load_s = {tier.name.lower(): seconds for tier, seconds in tiers.load_s.items()}
         yield self._gauge("kv_load_page_seconds", "Time to bring a page back from a tier.", load_s, "tier")
-        yield self._gauge("kv_recompute_token_seconds", "Time to compute a token instead.", tiers.recompute_s)
-        moves = {(source.name.lower(), to.name.lower()): n for (source, to), n in stats.cache.pages_moved.items()}
+        yield self._gauge("kv_recompute_token_seconds", "Time to compute a token instead.", tiers.token_s)
+        moves = {(source.name.lower(), to.name.lower()): n for (source, to), n in stats.moves.moved.items()}
         yield self._counter("kv_pages_moved", "Pages copied from one tier to another.", moves, "from", "to")
-        yield self._counter("kv_page_moves_failed", "Copies that failed or were damaged.", stats.cache.moves_failed)
-        yield self._counter("kv_pages_dropped", "Pages that no tier had room for.", stats.cache.pages_dropped)
+        yield self._counter("kv_page_moves_failed", "Copies that failed, or of damaged pages.", stats.moves.failed)
+        yield self._counter("kv_pages_dropped", "Cached pages that were forgotten.", stats.moves.dropped)
 
     def _gauge(
         self, name: str, about: str, value: float | Mapping[Any, float], *by: str, **labels: str
