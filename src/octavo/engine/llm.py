@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
+from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -23,12 +24,13 @@ from octavo.cache.manager import CacheManager
 from octavo.config import EngineConfig, ModelConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.guide import Guides
-from octavo.engine.kv_store import KVStore, available_memory, pool_size
+from octavo.engine.kv_store import GIB, KVStore, available_memory, host_size, pool_size
+from octavo.engine.page_file import PageFile
 from octavo.engine.runner import ModelRunner
 from octavo.engine.sampler import Sampler
 from octavo.engine.text import ChoiceText
 from octavo.errors import ConfigError, InvalidRequest, OctavoError
-from octavo.kv_format import KVFormat
+from octavo.kv_format import KV_REVISION, KVFormat
 from octavo.models import ARCHITECTURES
 from octavo.models.catalog import resolve
 from octavo.models.llama import Decoder
@@ -133,6 +135,7 @@ class Engine(NamedTuple):
     model: ModelConfig
     format: KVFormat
     max_model_len: int
+    store: KVStore
 
 
 def assemble(checkpoint: Checkpoint, config: EngineConfig, *, audit: bool = False) -> Engine:
@@ -142,6 +145,7 @@ def assemble(checkpoint: Checkpoint, config: EngineConfig, *, audit: bool = Fals
     kv_format = KVFormat(dtype, model.num_layers, model.num_kv_heads, model.head_dim, config.block_size)
     available = available_memory() - checkpoint.stored_bytes
     num_pages, max_model_len = pool_size(config, kv_format, model.context_length, available)
+    num_host_pages = host_size(config, kv_format, available - num_pages * kv_format.page_bytes)
     ops = _backend(config)
     decoder = ARCHITECTURES[model.architecture](checkpoint, ops, max_model_len)
     eos_token_ids = frozenset(tokenizer.eos_token_ids)
@@ -151,8 +155,30 @@ def assemble(checkpoint: Checkpoint, config: EngineConfig, *, audit: bool = Fals
         config, cache, max_model_len=max_model_len, vocab_size=model.vocab_size, eos_token_ids=eos_token_ids
     )
     guides = Guides(tokenizer, model.vocab_size)
-    core = EngineCore(scheduler, ModelRunner(decoder, KVStore(ops, kv_format, num_pages), sampler, guides), audit=audit)
-    return Engine(core, decoder, tokenizer, sampler, guides, config, model, kv_format, max_model_len)
+    disk = _page_file(checkpoint, config, kv_format, ops)
+    try:
+        store = KVStore(ops, kv_format, num_pages, num_host_pages=num_host_pages, disk=disk)
+    except BaseException:
+        if disk is not None:
+            disk.close()
+        raise
+    core = EngineCore(scheduler, ModelRunner(decoder, store, sampler, guides), audit=audit)
+    return Engine(core, decoder, tokenizer, sampler, guides, config, model, kv_format, max_model_len, store)
+
+
+def _page_file(checkpoint: Checkpoint, config: EngineConfig, format: KVFormat, ops: Ops) -> PageFile | None:
+    """The disk tier, if one is wanted: a file for all that keys and values depend on."""
+    if not config.kv_offload_dir:
+        return None
+    origin = repr((checkpoint.digest(), checkpoint.config, format, ops.name, KV_REVISION))
+    return PageFile.open(
+        config.kv_offload_dir,
+        fingerprint=sha256(origin.encode()).digest(),
+        page_bytes=format.page_bytes,
+        block_size=format.block_size,
+        max_bytes=int(config.kv_offload_space * GIB),
+        restore=config.restore,
+    )
 
 
 def _backend(config: EngineConfig) -> Ops:
