@@ -143,7 +143,7 @@ class Stored:
 
     def hash_into(self, digest: xxh3_128) -> None:
         """Feed a hash with all that the tensor's values depend on."""
-        digest.update(repr((self.name, self.dims, self.format.name)).encode())
+        digest.update(repr((self.dims, self.format.name)).encode())
         if self.order is not None:
             digest.update(self.order.tobytes())
         for start in range(self.start, stop := self.start + self.num_bytes, HASHED_AT_ONCE):
