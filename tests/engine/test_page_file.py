@@ -14,6 +14,7 @@ from hashlib import sha256
 import numpy as np
 import pytest
 
+from octavo.engine import page_file
 from octavo.engine.page_file import BLOCK, NAME, DamagedPage, PageFile
 from octavo.errors import ConfigError
 from octavo.types import PageLabel
@@ -152,6 +153,20 @@ def test_pages_and_records_in_each_others_place_are_refused(tmp_path):
     assert found(tmp_path) == [(0, label_of(0), None), (1, label_of(1), None), (2, label_of(2), page_of(2))]
     path.write_bytes(first + headers[1] + pages[1] + headers[0] + pages[0] + headers[2] + pages[2])
     assert found(tmp_path) == [(2, label_of(2), page_of(2))]
+
+
+def test_a_page_is_bound_to_its_label(tmp_path):
+    """Even by a header that is whole and says the page's right checksum under another label."""
+    filled(tmp_path, [1])
+    file = open_file(tmp_path)
+    header = bytearray(os.pread(file._fd, BLOCK, BLOCK))
+    header[page_file._FIXED] ^= 1  # the first token
+    header[:8] = struct.pack("<Q", page_file.xxh3_64_intdigest(header[8:], file._seed))
+    os.pwrite(file._fd, header, BLOCK)
+    assert file.labels() == [(0, label_of(1)._replace(tokens=(0, *range(2, 17))))]
+    with pytest.raises(DamagedPage, match="checksum"):
+        read(file, 0)
+    file.close()
 
 
 def test_records_of_another_file_are_refused(tmp_path):
