@@ -20,5 +20,5 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None:
-        """Give up what is held. No move is under way."""
+        """Let the moves under way end, and give back files and threads. Nothing may be executed afterwards."""
         ...
