@@ -40,7 +40,7 @@ def step_and_save(self: EngineCore, *arguments: Any, **more: Any) -> list[Output
 if __name__ == "__main__":
     EngineCore.save = save  # type: ignore[method-assign]
     EngineCore.saving = property(lambda self: left, ignore)  # type: ignore
-    EngineCore.save_failed = property(lambda self: num_saves, ignore)  # type: ignore
+    EngineCore.save_failed = property(lambda self: 0 if left else num_saves, ignore)  # type: ignore
     EngineCore.has_work = property(lambda self: left > 0 or has_work.fget(self))  # type: ignore
     EngineCore.step = step_and_save  # type: ignore
     sys.exit(process.main(int(sys.argv[1])))
