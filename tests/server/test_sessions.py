@@ -8,15 +8,26 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import httpx
+import msgspec
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from tests.models import tiny
 from tests.server.serving import Served, error_of, serving, until
 from tests.server.test_life import children
+
+from octavo.config import EngineConfig
+from octavo.engine.llm import Engine, assemble
+from octavo.engine.process import Changed, EngineStats, Frames, Reply, framed, stats_of
+from octavo.errors import PinRefused
+from octavo.models.weights import open_checkpoint
+from octavo.server.metrics import Metrics
+from octavo.types import Request, Tier
 
 COMPLETIONS, CHATS, SESSIONS, SAVE = "/v1/completions", "/v1/chat/completions", "/v1/sessions", "/v1/cache/save"
 PAGES = 64
@@ -52,6 +63,8 @@ def tiered(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     tiers = (*TIERS, "--swap-space", "0.01", "--kv-offload-dir", str(folder / "kv"))
     with serving(folder / "log", tiny_path, *POOL, *keys, *tiers, "--max-pinned-fraction", "0.125") as server:
         yield server
+        assert server.stop() == 0
+        assert "AuditError" not in server.log.read_text()
 
 
 @pytest.fixture(autouse=True)
@@ -353,6 +366,78 @@ def test_what_is_demoted_comes_back_the_same(tiered: Served) -> None:
     again = say(tiered, "down", prompt, "alpha", max_tokens=8)
     assert again["choices"] == right["choices"]
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 89 // 16 * 16
+
+
+WAYS = [("device", "host"), ("device", "disk"), ("host", "disk"), ("host", "device"), ("disk", "device")]
+
+
+def test_the_metrics_are_the_audits_counts(tiny_path: Path, tmp_path: Path) -> None:
+    """After every step of a pool under pressure, and as the messages between the processes carry them."""
+    config = EngineConfig(
+        kv_cache_memory_bytes=24 * PAGE_BYTES,
+        swap_space=40 * PAGE_BYTES / 2**30,
+        kv_offload_dir=str(tmp_path / "kv"),
+        kv_offload_space=80 * (PAGE_BYTES + 4096) / 2**30,
+        preemption_mode="swap",
+    )
+    engine = assemble(open_checkpoint(tiny_path), config, audit=True)
+    core, cache, chance = engine.core, engine.core.cache, random.Random(18)
+    page = Metrics("octavo", "m", 512, lambda: told(engine), {})
+    for number in range(30):
+        now = float(number)
+        core.tick(now)
+        who, name = chance.choice("ab"), f"s{chance.randrange(6)}"
+        core.add(
+            Request(f"r{number}", tokens(chance.randrange(1, 150), chance.randrange(9)), tenant=who, session_id=name)
+        )
+        if number % 5 == 0:
+            with suppress(PinRefused):
+                core.pin(who, name, chance.choice([0, 3]))
+        if number % 7 == 0:
+            core.demote_session(who, name)
+        if number % 10 == 9:
+            core.save()
+        for _ in range(chance.randrange(1, 12)):
+            core.step(now=now)
+            shown = samples(page)
+            for tier, pool in zip(Tier, cache.tiers.pools, strict=True):
+                of_tier = f"tier={tier.name.lower()}"
+                free, cached = len(pool.free_pages()), len(pool.eviction_order(now))
+                held = sum(pool.refs(at) > 0 for at in range(pool.num_pages))
+                assert free + cached + held == pool.num_pages
+                states = {"free": free, "cached": cached, "referenced": held}
+                for state, count in states.items():
+                    assert shown["kv_tier_pages", f"state={state}", of_tier] == count
+                    assert shown["kv_tier_bytes", f"state={state}", of_tier] == count * PAGE_BYTES
+                    if tier is Tier.DEVICE:
+                        assert shown["kv_pages", f"state={state}"] == count
+                pinned = sum(place.tier is tier for place in cache.sessions.pins)
+                assert shown["kv_pages_pinned", of_tier] == pinned
+            assert shown["num_sessions",] == len(core.list_sessions(None, 1000))
+    core.close()
+    shown = samples(page)
+    assert all(shown["kv_pages_moved_total", f"from={source}", f"to={to}"] > 0 for source, to in WAYS)
+    assert shown["kv_load_page_seconds", "tier=disk"] > 0
+
+
+def told(engine: Engine) -> EngineStats:
+    """What the parent hears of an engine."""
+    [frame] = Frames().push(framed(Changed(stats_of(engine))))
+    changed = msgspec.msgpack.decode(frame, type=Reply)
+    assert isinstance(changed, Changed)
+    return changed.stats
+
+
+def samples(page: Metrics) -> dict[tuple[str, ...], float]:
+    """Samples by name and what tells them apart."""
+    return {
+        (
+            sample.name.removeprefix("octavo:"),
+            *sorted(f"{name}={text}" for name, text in sample.labels.items() if name not in ("engine", "model_name")),
+        ): sample.value
+        for family in text_string_to_metric_families(page.page().decode())
+        for sample in family.samples
+    }
 
 
 # ── saving ──

@@ -318,7 +318,7 @@ class AsyncLLM:
         return await self._touch("show", tenant, session_id)
 
     async def pin(self, tenant: str, session_id: str, ttl_s: float) -> SessionInfo:
-        """Keep a session's pages in the pool for `ttl_s` seconds; 0 ends that.
+        """Keep a session's pages where they are for `ttl_s` seconds; 0 ends that.
 
         Raises UnknownSession, PinRefused, EngineDead.
         """
@@ -332,7 +332,7 @@ class AsyncLLM:
         return await self._touch("release", tenant, session_id)
 
     async def demote_session(self, tenant: str, session_id: str) -> SessionInfo:
-        """Send the idle pages that are a session's alone to host memory. Raises UnknownSession, EngineDead."""
+        """Have the idle pages that are a session's alone leave the pool. Raises UnknownSession, EngineDead."""
         return await self._touch("demote", tenant, session_id)
 
     async def save(self) -> Saved:

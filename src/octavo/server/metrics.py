@@ -241,7 +241,7 @@ class _Page(Collector):
         yield self._gauge("num_requests_running", "Sequences in the running batch.", stats.num_running)
         yield self._gauge("num_requests_waiting", "Sequences waiting for a place or for pages.", stats.num_waiting)
         usage = stats.pages_referenced / max(stats.num_pages, 1)
-        yield self._gauge("kv_cache_usage_perc", "Share of the pages that requests hold, 0 to 1.", usage)
+        yield self._gauge("kv_cache_usage_perc", "Share of the pool's pages that are held, 0 to 1.", usage)
         yield self._gauge("kv_pages", "Pages by state.", pages, "state")
         sizes = {holder: pages[state] * stats.page_bytes for holder, state in holders.items()}
         yield self._gauge("kv_cache_bytes", "Bytes of the page pool by class of holder.", sizes, "holder")

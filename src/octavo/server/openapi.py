@@ -90,7 +90,11 @@ def document(models: Sequence[str]) -> dict[str, Any]:
         "/v1/sessions/{id}": {"get": _operation("What one holds", Session, touching) | {"parameters": named}},
         "/v1/sessions/{id}/pin": {
             "post": _operation(
-                "Keep its pages in the pool for a while", Session, (*touching, 408, 413, 415), PinRequest, optional=True
+                "Keep its pages for a while",
+                Session,
+                (*touching, 408, 413, 415),
+                PinRequest,
+                optional=True,
             )
             | {"parameters": named}
         },
@@ -98,7 +102,7 @@ def document(models: Sequence[str]) -> dict[str, Any]:
             "post": _operation("Drop its pages and forget it", Session, touching) | {"parameters": named}
         },
         "/v1/sessions/{id}/demote": {
-            "post": _operation("Send its pages to host memory", Session, touching) | {"parameters": named}
+            "post": _operation("Have its pages leave the pool", Session, touching) | {"parameters": named}
         },
         "/v1/cache/save": {"post": _operation("Write what is cached to disk", CacheSave, (400, 401, 403, 503))},
         "/tokenize": {"post": _operation("Tokens of a text", TokenizeReply, BODY_ERRORS, TokenizeRequest)},
