@@ -462,6 +462,9 @@ def test_what_is_saved_is_found_after_a_restart(tiny_path: Path, tmp_path: Path)
         assert all(set(reply) == {"object", "pages", "failed", "seconds"} for reply in replies)
         assert all((reply["object"], reply["failed"]) == ("cache.save", 0) for reply in replies)
         assert server.http.post(SAVE).json()["pages"] == 0
+        say(server, "more", tokens(100, 19))
+        server.raw(b"", SAVE).close()  # who goes stops nothing
+        until(lambda: server.metric("kv_tier_pages", tier="disk", state="cached") == 12)
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait()
     with serving(tmp_path / "log2", tiny_path, *options) as server:
