@@ -476,8 +476,11 @@ def day(
     utilisation: Annotated[
         float,
         typer.Option(min=0.01, max=1, help="Share of the measured capacity that arrivals take if nothing is lost."),
-    ] = 0.25,
-    only: Annotated[list[DayName] | None, typer.Option(help="A configuration to run; may be given again.")] = None,
+    ] = 0.15,
+    only: Annotated[
+        list[DayName] | None,
+        typer.Option(metavar="CONFIGURATION", help="Play none, prefix or tiers; may be given again."),
+    ] = None,
     plot: Annotated[Path, typer.Option(metavar="FILE", help="Draw the day into this PNG.")] = Path("day.png"),
     json_file: Annotated[
         Path | None,
