@@ -476,7 +476,7 @@ def day(
     utilisation: Annotated[
         float,
         typer.Option(min=0.01, max=1, help="Share of the measured capacity that arrivals take if nothing is lost."),
-    ] = 0.15,
+    ] = 0.2,
     only: Annotated[
         list[DayName] | None,
         typer.Option(metavar="CONFIGURATION", help="Play none, prefix or tiers; may be given again."),
