@@ -20,6 +20,7 @@ from octavo.bench.machine import Load, Probe, Run, Shape, Step, probe, standing
 from octavo.bench.workloads import WORKLOADS, Work, rates
 from octavo.cli import DayName, WorkloadName, app
 from octavo.config import ModelConfig
+from octavo.errors import ConfigError
 from octavo.models.llama import Decoder
 from octavo.models.weights import open_checkpoint
 from octavo.ops.api import Footprint
@@ -289,3 +290,8 @@ def test_a_day_goes_without_a_plot(tiny_model: Path, tmp_path: Path, monkeypatch
     result = play(tiny_model, tmp_path, "--only", "prefix")
     assert result.exit_code == 0 and "pip install matplotlib" in result.output
     assert not (tmp_path / "day.png").exists()
+
+
+def test_a_day_needs_a_pool_for_two(tiny_model: Path, tmp_path: Path) -> None:
+    result = play(tiny_model, tmp_path, "--kv-cache-memory-bytes", "20KiB")
+    assert isinstance(result.exception, ConfigError) and "two conversations of 128 tokens" in str(result.exception)

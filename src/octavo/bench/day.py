@@ -34,6 +34,7 @@ from octavo.bench.workloads import random_tokens
 from octavo.config import EngineConfig
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.process import EngineStats
+from octavo.errors import ConfigError
 from octavo.types import Request, SamplingParams
 
 ABOUT = {
@@ -41,8 +42,8 @@ ABOUT = {
     "prefix": "what the pool still holds is found",
     "tiers": "what leaves the pool goes to host memory",
 }
-LONGEST = 768
-"""Tokens of a conversation."""
+SHORTEST, LONGEST = 128, 768
+"""Tokens that a conversation may have at most, as pool and context allow."""
 OVERCOMMIT = 10
 """How often what all conversations hold in the end is to fill the pool."""
 GIB = 1 << 30
@@ -97,7 +98,10 @@ def plan(path: Path, config: EngineConfig, wish: Wish, tell: Tell) -> Plan:
 
 async def _plan(path: Path, config: EngineConfig, wish: Wish, tell: Tell) -> Plan:
     async with _running(path, replace(configure(config, "prefix"), kv_cache_memory_bytes=None)) as llm:
-        vocab, longest = llm.model.vocab_size, min(LONGEST, llm.max_model_len)
+        vocab, token_bytes = llm.model.vocab_size, llm.stats().token_bytes
+        longest = min(LONGEST, llm.max_model_len, (config.kv_cache_memory_bytes or 1 << 50) // token_bytes // 2)
+        if longest < SHORTEST:
+            raise ConfigError("kv_cache_memory_bytes", f"must hold two conversations of {SHORTEST} tokens or more")
         probe = draw_day(
             hours=1,
             per_hour=60,
@@ -113,7 +117,6 @@ async def _plan(path: Path, config: EngineConfig, wish: Wish, tell: Tell) -> Pla
         start = time.monotonic()
         await play.run(probe.turns, 1)
         capacity = len(play.served) / (time.monotonic() - start)
-        token_bytes = llm.stats().token_bytes
     found = Plan(wish, config.seed, vocab, longest, capacity)
     held = found.draw().held[-1] * token_bytes
     return found._replace(
@@ -198,13 +201,16 @@ class Play:
         self._total = len(turns)
         latest: dict[int, asyncio.Task[float]] = {}
         start = time.monotonic()
-        async with asyncio.TaskGroup() as group:
-            for turn in turns:
-                before = latest.get(turn.session)
-                latest[turn.session] = group.create_task(self._take(turn, start + turn.at, before))
-            for hour in range(1, hours + 1):
-                await asyncio.sleep(max(start + hour * hour_s - time.monotonic(), 0))
-                self.pages.append(pages_of(self._llm.stats()))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for turn in turns:
+                    before = latest.get(turn.session)
+                    latest[turn.session] = group.create_task(self._take(turn, start + turn.at, before))
+                for hour in range(1, hours + 1):
+                    await asyncio.sleep(max(start + hour * hour_s - time.monotonic(), 0))
+                    self.pages.append(pages_of(self._llm.stats()))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
 
     async def _take(self, turn: Turn, due: float, before: asyncio.Task[float] | None) -> float:
         """Returns when the answer was whole."""
