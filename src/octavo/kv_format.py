@@ -17,6 +17,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+KV_REVISION = 1
+"""To be raised whenever a model's keys and values come out in other bits: pages on disk of another one are dropped."""
+
 ITEM_BYTES = {"bf16": 2, "fp32": 4}
 MAX_BLOCK_SIZE = 1 << 16
 PAGE_ALIGNMENT = 64

@@ -18,3 +18,7 @@ class Executor(Protocol):
         requests of that plan.
         """
         ...
+
+    def close(self) -> None:
+        """Let the moves under way end, and give back files and threads. Nothing may be executed afterwards."""
+        ...
