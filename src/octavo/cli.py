@@ -472,11 +472,10 @@ def day(
             min=2, help="Conversations in the end; the default follows from the turns that one has in traces."
         ),
     ] = None,
-    scale: Annotated[float, typer.Option(min=1, help="Divide the traces' lengths by this.")] = 64.0,
+    scale: Annotated[float, typer.Option(min=1, help="Divide the traces' lengths by this.")] = 96.0,
     utilisation: Annotated[
-        float,
-        typer.Option(min=0.01, max=1, help="Share of the measured capacity that arrivals take if nothing is lost."),
-    ] = 0.2,
+        float, typer.Option(min=0.01, max=1, help="Arrivals, as a share of the turns that are served without reuse.")
+    ] = 0.5,
     only: Annotated[
         list[DayName] | None,
         typer.Option(metavar="CONFIGURATION", help="Play none, prefix or tiers; may be given again."),

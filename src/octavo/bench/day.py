@@ -42,7 +42,7 @@ ABOUT = {
     "prefix": "what the pool still holds is found",
     "tiers": "what leaves the pool goes to host memory",
 }
-SHORTEST, LONGEST = 128, 768
+SHORTEST, LONGEST = 128, 512
 """Tokens that a conversation may have at most, as pool and context allow."""
 OVERCOMMIT = 10
 """How often what all conversations hold in the end is to fill the pool."""
@@ -53,7 +53,7 @@ Tell = Callable[[str, int, int], None]
 
 
 class Wish(NamedTuple):
-    """The day that is asked for. `utilisation`: the share of the capacity that arrivals take if nothing is lost."""
+    """The day that is asked for. `utilisation`: the share of the capacity that arrivals take."""
 
     hours: int
     minutes: float
@@ -63,7 +63,7 @@ class Wish(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What the turns and the engines follow from. `capacity`: turns a second that are served when nothing is lost."""
+    """What the turns and the engines follow from. `capacity`: turns a second that are served without any reuse."""
 
     wish: Wish
     seed: int
@@ -97,7 +97,7 @@ def plan(path: Path, config: EngineConfig, wish: Wish, tell: Tell) -> Plan:
 
 
 async def _plan(path: Path, config: EngineConfig, wish: Wish, tell: Tell) -> Plan:
-    async with _running(path, replace(configure(config, "prefix"), kv_cache_memory_bytes=None)) as llm:
+    async with _running(path, replace(configure(config, "none"), kv_cache_memory_bytes=None)) as llm:
         vocab, token_bytes = llm.model.vocab_size, llm.stats().token_bytes
         longest = min(LONGEST, llm.max_model_len, (config.kv_cache_memory_bytes or 1 << 50) // token_bytes // 2)
         if longest < SHORTEST:
@@ -106,7 +106,7 @@ async def _plan(path: Path, config: EngineConfig, wish: Wish, tell: Tell) -> Pla
             hours=1,
             per_hour=60,
             hour_s=0,
-            sessions=16,
+            sessions=None,
             scale=wish.scale,
             longest=longest,
             vocab=vocab,
