@@ -153,7 +153,7 @@ METAVARS = {
     "logit_bias": "TOKEN=BIAS",
     "allowed_origins": "ORIGIN",
     "served_model_name": "NAME",
-    "api_key": "KEY",
+    **dict.fromkeys(("api_key", "admin_api_key"), "KEY"),
     **dict.fromkeys(("swap_space", "kv_offload_space"), "GIB"),
     **dict.fromkeys(("max_pinned_fraction", "kv_quota"), "FRACTION"),
     "session_ttl": "SECONDS",
@@ -164,7 +164,7 @@ PANELS = {
     **dict.fromkeys(("host", "port", "uds", "allowed_origins"), "Network"),
     **dict.fromkeys(("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"), "HTTPS"),
     **dict.fromkeys(("served_model_name", "chat_template", "max_logprobs"), "API"),
-    **dict.fromkeys(("api_key", "share_prefixes"), "Keys"),
+    **dict.fromkeys(("api_key", "admin_api_key", "share_prefixes"), "Keys"),
     **dict.fromkeys(("max_body_bytes", "max_prompts_per_request", "max_queued_requests", "max_connections"), "Limits"),
     **dict.fromkeys(
         ("header_timeout", "body_timeout", "timeout_keep_alive", "drain_timeout", "step_timeout"), "Limits"
@@ -303,7 +303,8 @@ def chat(
     """
     start = [{"role": "system", "content": system}] if system is not None else []
     messages = list(start)
-    with _remote(url, model, engine) if url is not None else _load(model, engine) as llm:
+    remote = None if url is None else _remote(url, model, engine)
+    with remote or _load(model, engine) as llm:
         if sys.stdin.isatty():
             aside.print(CHAT_HELP, style="dim")
         for line in _lines():
@@ -311,6 +312,8 @@ def chat(
                 break
             if line == "/reset":
                 messages = list(start)
+                if remote is not None:
+                    remote.begin()
             elif line.startswith("/"):
                 aside.print(CHAT_HELP, style="dim")
             else:
@@ -372,6 +375,8 @@ def serve(
         raise ConfigError("model", "name one: octavo serve MODEL")
     if key := os.environ.get("OCTAVO_API_KEY"):
         server = replace(server, api_key=(*server.api_key, key))
+    if server.admin_api_key is None and (key := os.environ.get("OCTAVO_ADMIN_API_KEY")):
+        server = replace(server, admin_api_key=key)
     path = _fetch(model)
 
     from octavo.server.listen import run  # takes a moment

@@ -279,7 +279,7 @@ def test_tokens_beyond_a_stop_are_not_the_choices(alphabet, monkeypatch):
     """Several tokens in one output, as an engine that drafts them gives."""
     ids = [66, 67, 68, 69]
     news = Output("0", 0, [Sampled(token, -0.5, 1, ()) for token in ids], None, 0, 0)
-    monkeypatch.setattr(alphabet._core, "step", lambda: [news])
+    monkeypatch.setattr(alphabet._core, "step", lambda now: [news])
     [output] = alphabet.generate("A", params(stop="D", logprobs=0))
     [choice] = output.outputs
     assert (choice.text, choice.token_ids, len(choice.logprobs), choice.cumulative_logprob) == ("BC", ids[:3], 3, -1.5)

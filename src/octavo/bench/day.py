@@ -248,9 +248,11 @@ class Play:
 
 
 def pages_of(stats: EngineStats) -> dict[str, dict[str, int]]:
-    """Pages by tier and by what they are."""
+    """Pages by tier, as far as there are any, and by what they are."""
     return {
-        "device": {"in_use": stats.pages_referenced, "cached": stats.pages_cached, "free": stats.pages_free},
+        tier.name.lower(): {"in_use": pages.referenced, "cached": pages.cached, "free": pages.free}
+        for tier, pages in stats.tiers.pages.items()
+        if sum((pages.referenced, pages.cached, pages.free))
     }
 
 

@@ -189,7 +189,8 @@ class Tiers:
         and all that is below it; if `alone` nothing is done then, and the answer is False.
         """
         place = Place(tier, node.places[tier])
-        if not (node.moves or _elsewhere(node, tier)) and not self._begin_demotion(node, place):
+        safe = self._safe_below(node, tier) or self._begin_demotion(node, place) or _elsewhere(node, tier)
+        if not safe:
             if alone and node.children:
                 return False
             self.drop(node)
@@ -233,7 +234,7 @@ class Tiers:
                 if len(self.moves) >= MAX_AHEAD_MOVES:
                     break
                 node = self.index.find(Place(tier, page))
-                if node is not None and not node.moves and not _elsewhere(node, tier):
+                if node is not None and not self._safe_below(node, tier):
                     self._begin_demotion(node, Place(tier, page), ahead=True)
         while self.to_save and len(self.moves) < MAX_AHEAD_MOVES:
             self._save(self.to_save.popleft())
@@ -266,7 +267,11 @@ class Tiers:
     def _begin_demotion(self, node: Node, source: Place, *, ahead: bool = False) -> bool:
         """Begin a copy to the first tier below that has room and is worth it."""
         for tier in (Tier.HOST, Tier.DISK):
-            if tier <= source.tier or not self.costs.worth_keeping(tier, self._block_size):
+            if (
+                tier <= source.tier
+                or node.places[tier] != NOWHERE
+                or not self.costs.worth_keeping(tier, self._block_size)
+            ):
                 continue
             if tier is Tier.DISK:  # a restart finds a page by its ancestors
                 for above in reversed([*node.path()][1:]):
@@ -276,6 +281,12 @@ class Tiers:
             if self._begin(node, source, tier, ahead=ahead) is not None:
                 return True
         return False
+
+    def _safe_below(self, node: Node, tier: Tier) -> bool:
+        """Whether nothing needs to be done for a page to leave: a copy lies, or is being made, where it should go."""
+        if tier is Tier.DEVICE and self.pools[Tier.HOST].num_pages:
+            return bool(node.moves) or node.places[Tier.HOST] != NOWHERE
+        return bool(node.moves) or _elsewhere(node, tier)
 
     def _begin(self, node: Node, source: Place, tier: Tier, *, ahead: bool = False) -> Move | None:
         """Begin a copy to a tier, if room can be made there."""
