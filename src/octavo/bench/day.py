@@ -252,7 +252,7 @@ def pages_of(stats: EngineStats) -> dict[str, dict[str, int]]:
     return {
         tier.name.lower(): {"in_use": pages.referenced, "cached": pages.cached, "free": pages.free}
         for tier, pages in stats.tiers.pages.items()
-        if sum((pages.referenced, pages.cached, pages.free))
+        if pages.total
     }
 
 
