@@ -231,7 +231,7 @@ def test_the_audit_sees_a_leak_and_a_wrong_count() -> None:
     for break_it in (
         lambda cache: cache.pool.acquire(0),
         lambda cache: cache.pool._free.append(0),
-        lambda cache: cache.pool._free.pop(),
+        lambda cache: cache.pool.take(),
         lambda cache: cache.index.take(cache.index.node_of(1), Tier.DEVICE),
     ):
         cache = CacheManager(6, 2)

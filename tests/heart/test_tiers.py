@@ -456,6 +456,17 @@ def test_pins_keep_to_their_budget() -> None:
     check(kv.cache)
 
 
+def test_a_pin_takes_in_what_comes_later() -> None:
+    kv = Cache(8, max_pinned_fraction=0.5)
+    kv.ask(prompt(1, 1)[:2], session="talk")
+    sessions = kv.cache.sessions
+    sessions.pin(sessions.get("", "talk"), 10.0)
+    assert sessions.info(sessions.get("", "talk")).pinned_s == 10.0 and sessions.num_pinned[Tier.DEVICE] == 0
+    kv.ask(prompt(1, 2), session="talk")
+    assert sessions.num_pinned[Tier.DEVICE] == 2
+    check(kv.cache)
+
+
 def test_pins_give_way_to_a_request_that_could_not_run() -> None:
     engine = make_engine(8, max_pinned_fraction=0.5)
     run(engine, [Request("first", conversation(15), greedy(1), session_id="talk")])

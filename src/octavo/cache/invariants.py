@@ -15,7 +15,7 @@ def check(manager: CacheManager) -> None:
 
     On every tier: free + cached + referenced = total; each count equals the tables, pins and copies that name the page;
     no page is in two states; index and findable pages are a bijection. On the device tier a page's ancestors are there
-    too, and outlive it. O(pages).
+    too, and outlive it. O(pages that were ever used).
     """
     for tier in Tier:
         _check_tier(manager, tier)
@@ -48,8 +48,8 @@ def _check_tier(manager: CacheManager, tier: Tier) -> None:
     _expect(not holders.keys() & set(free), f"a free {tier.name} page is held")
     _expect(not holders.keys() & set(cached), f"a {tier.name} page in the eviction queue is held")
     total = len(free) + len(cached) + len(holders)
-    _expect(total == pool.num_pages, f"{tier.name}: free + cached + referenced is {total} of {pool.num_pages}")
-    for page in range(pool.num_pages):
+    _expect(total == pool.num_used, f"{tier.name}: free + cached + referenced is {total} of {pool.num_used} used")
+    for page in range(pool.num_used):
         refs = pool.refs(page)
         _expect(refs == holders[page], f"{tier.name} page {page} counts {refs} holders of {holders[page]}")
     _expect(set(cached) <= findable, f"a cached {tier.name} page cannot be found")

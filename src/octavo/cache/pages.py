@@ -16,6 +16,7 @@ It knows page ids and counts. It never knows whose a page is or which tokens lie
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
@@ -31,20 +32,21 @@ class Released(NamedTuple):
 class PagePool:
     """The pages of one tier."""
 
-    __slots__ = ("_cached", "_free", "_kept", "_num_releases", "_refs", "_session_ttl", "num_pages")
+    __slots__ = ("_cached", "_free", "_kept", "_num_releases", "_num_used", "_refs", "_session_ttl", "num_pages")
 
     def __init__(self, num_pages: int, session_ttl: float = 0.0) -> None:
         self.num_pages = num_pages
         self._session_ttl = session_ttl
-        self._refs = [0] * num_pages
-        self._free = list(range(num_pages - 1, -1, -1))
+        self._refs = array("i", bytes(4 * num_pages))
+        self._free: list[int] = []  # given back, the latest last
+        self._num_used = 0  # those from here on were never taken
         self._cached: OrderedDict[int, Released] = OrderedDict()
         self._kept: OrderedDict[int, Released] = OrderedDict()
         self._num_releases = 0
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self.num_pages - self._num_used + len(self._free)
 
     @property
     def num_cached(self) -> int:
@@ -53,7 +55,7 @@ class PagePool:
     @property
     def num_available(self) -> int:
         """Pages that can be had: free ones, and cached ones at the price of moving or forgetting them."""
-        return len(self._free) + len(self._cached) + len(self._kept)
+        return self.num_free + len(self._cached) + len(self._kept)
 
     @property
     def num_referenced(self) -> int:
@@ -65,14 +67,19 @@ class PagePool:
 
     def take(self) -> int:
         """A free page, now referenced once. The caller has made sure that one is free."""
-        page = self._free.pop()
+        if self._free:
+            page = self._free.pop()
+        else:
+            page = self._num_used
+            self._num_used += 1
         self._refs[page] = 1
         return page
 
     def take_these(self, pages: Collection[int]) -> None:
-        """Reference these free pages, once each. O(free pages): for what is found at the start."""
+        """Reference these pages of a pool that is as new, once each."""
         taken = set(pages)
-        self._free = [page for page in self._free if page not in taken]
+        self._num_used = max(taken, default=-1) + 1
+        self._free = [page for page in range(self._num_used - 1, -1, -1) if page not in taken]
         for page in taken:
             self._refs[page] = 1
 
@@ -136,4 +143,10 @@ class PagePool:
         return kept, (self._kept if kept else self._cached)[page]
 
     def free_pages(self) -> list[int]:
+        """Those that were taken before; the pages from `num_used` on are free too."""
         return list(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Pages below this number have been taken at some time."""
+        return self._num_used

@@ -84,7 +84,7 @@ class Sessions:
         self._count(session, -1)
         session.leaf = node
         self._count(session, 1)
-        if session.pins:
+        if session in self._pinned:
             self._pin(session)
 
     def _count(self, session: Session, change: int) -> None:
@@ -118,7 +118,7 @@ class Sessions:
             (tiers[Tier.DEVICE], tiers[Tier.HOST], tiers[Tier.DISK]),
             sum(1 for node in path if node.num_sessions > 1),
             0.0 if session.num_running else max(now - session.last_use, 0.0),
-            max(session.pinned_until - now, 0.0) if session.pins else 0.0,
+            max(session.pinned_until - now, 0.0) if session in self._pinned else 0.0,
             session.queried_tokens,
             session.hit_tokens,
         )
