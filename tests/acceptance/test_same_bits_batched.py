@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.engine.runner import ModelRunner
 from tests.acceptance.same_bits import BOTH, PROMPTS, SEEDED, TEXT, Alone, Engine, bits, same
 
 
@@ -32,18 +31,6 @@ def test_prefilled_in_chunks_of_every_size(engine: Engine, model_path: Path, par
 def test_on_any_number_of_threads(engine: Engine, alone: Alone, params: SamplingParams, num_threads: int) -> None:
     llm = engine(num_threads=num_threads, enable_prefix_caching=False)
     assert same(llm.generate(PROMPTS, params), alone, params, PROMPTS)
-
-
-@BOTH
-@pytest.mark.parametrize("fill", [0xFF, 0x7F], ids=["NaN", "3e38"])
-def test_with_rubbish_in_unused_slots(
-    engine: Engine, alone: Alone, model_path: Path, params: SamplingParams, fill: int
-) -> None:
-    with LLM(model_path, kv_cache_memory_bytes=2**26, max_model_len=1024) as llm:
-        runner = llm._engine.core._executor
-        assert isinstance(runner, ModelRunner)
-        runner._store.pool.data.numpy()[:] = fill
-        assert same(llm.generate(PROMPTS, params), alone, params, PROMPTS)
 
 
 def test_after_a_restart(engine: Engine, alone: Alone, model_path: Path) -> None:

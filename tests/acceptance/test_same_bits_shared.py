@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from octavo import LLM, SamplingParams
+from octavo import SamplingParams
 from tests.acceptance.same_bits import BOTH, GREEDY, PROMPTS, TEXT, Engine, bits
 
 
@@ -48,13 +46,3 @@ def test_after_forks(engine: Engine) -> None:
     greedy = SamplingParams(n=2, temperature=0, max_tokens=20, ignore_eos=True, logprobs=1)
     twins = llm.generate(PROMPTS[0], greedy)[0]
     assert bits(twins, 0) == bits(twins, 1)
-
-
-def test_a_prompt_shared_by_many_with_choices_takes_the_least_pages(engine: Engine, model_path: Path) -> None:
-    answer = 20
-    params = SamplingParams(n=4, temperature=1, seed=3, max_tokens=answer, ignore_eos=True)
-    with LLM(model_path, kv_cache_memory_bytes=2**28, max_model_len=1024) as llm:
-        tokens = (llm.tokenizer.encode(TEXT) * 20)[:512]
-        llm.generate([tokens] * 16, params)
-        own = -(-(512 + answer - 1) // 16) - 512 // 16
-        assert llm.stats()["peak_pages"] <= 512 // 16 + 16 * 4 * own
