@@ -4,11 +4,12 @@
     python bench/resume.py --tiers slow --repeats 3
 
 A prompt of each length is served, leaves the pool with all that is cached there, and returns with a few new tokens. The
-preemption modes take turns, on one engine for each tier. *disk* is a file that no memory holds when it is read. *slow*
-is the same file, but a page takes at least `--slowness` times what it takes to compute one near the beginning: since a
-token costs more the further back it looks, short prompts are then computed faster than they come back, and long ones
-are not. For each length: seconds to the first token (median, least and most), `ratio` of computing to fetching,
-`auto_ratio` of auto to the better one, at most 1.1 if all is well, and the share of the prompt that auto fetched.
+preemption modes take turns, to and fro, on one engine for each tier. *disk* is a file that no memory holds when it is
+read. *slow* is the same file, but a page takes at least `--slowness` times what it takes to compute one near the
+beginning: since a token costs more the further back it looks, short prompts are then computed faster than they come
+back, and long ones are not. For each length: seconds to the first token (median, least and most), `ratio` of computing
+to fetching, `auto_ratio` of auto to the better one, at most 1.1 if all is well, and the share of the prompt that auto
+fetched.
 """
 
 from __future__ import annotations
@@ -107,8 +108,7 @@ def measure(
         seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
         fetched: list[int] = []
         for repeat in range(args.repeats):
-            for turn in range(len(MODES)):
-                mode = MODES[(repeat + turn) % len(MODES)]
+            for mode in MODES if repeat % 2 == 0 else reversed(MODES):  # what is read soon again may still be near
                 took, num_cached = bench.come_back(tokens, mode)
                 seconds[mode].append(took)
                 assert mode == "auto" or num_cached == (length if mode == "swap" else 0), (mode, num_cached)
