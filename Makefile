@@ -17,7 +17,7 @@ demo: $(VENV)/built ## generate for several prompts at once, and account for eve
 	@$(BIN)/python examples/demo.py smollm2-135m
 
 test: lint ## everything that a change must pass: lint, types, import contracts, tests
-	@PATH="$(abspath $(BIN)):$$PATH" python -m pytest --numprocesses 2 --dist loadfile
+	@PATH="$(abspath $(BIN)):$$PATH" python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/built $(VENV)/dev ## style, types and import contracts
 	@$(BIN)/ruff check
