@@ -524,6 +524,7 @@ def test_demote_and_release_touch_a_sessions_own_idle_pages_only() -> None:
     kv.ask(prompt(1, 2) + prompt(3, 1), session="b")
     sessions = kv.cache.sessions
     sessions.demote(sessions.get("", "a"))
+    assert sessions.info(sessions.get("", "a")).pages == (2, 2, 0), "what is on its way counts where it goes"
     kv.settle()
     assert sessions.info(sessions.get("", "a")).pages == (2, 2, 0)
     assert sessions.info(sessions.get("", "b")).pages == (3, 0, 0)

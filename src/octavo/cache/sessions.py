@@ -126,7 +126,8 @@ class Sessions:
         """What the session holds now. O(its pages)."""
         now = self._tiers.now
         path = self.path(session)
-        tiers = Counter(place.tier for node in path if (place := node.nearest) is not None)
+        coming = (node.nearest or next((move.target for move in node.moves), None) for node in path)
+        tiers = Counter(place.tier for place in coming if place is not None)
         return SessionInfo(
             session.tenant,
             session.name,
