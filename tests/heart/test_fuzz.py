@@ -1,7 +1,7 @@
 """Random lives of engines with tiers: whatever happens, every answer is right and every page is accounted for.
 
 A life has its own pool, tiers, policies and ways of moves, and does at random whatever an operator and clients may do.
-The audit runs after every act. `life` takes the number of a life, so that one that fails can be lived again.
+The audit runs after every act. A life has a number, so that one that fails can be lived again.
 """
 
 from __future__ import annotations
@@ -169,8 +169,9 @@ class Life:
     # ── and what becomes of them ──
 
     def audit(self) -> None:
-        cache = self.engine.cache
+        cache, scheduler = self.engine.cache, self.engine.scheduler
         check(cache)
+        assert len(scheduler._running) + len(scheduler._loading) <= scheduler._max_running
         idle = {page: owner for owner, pages in cache.tiers._idle.items() for page in pages}
         cached = {page: cache.index.node_of(page).owner for page in cache.pool.eviction_order(cache.tiers.now)}
         assert idle == (cached if cache.tiers._quota is not None else {})

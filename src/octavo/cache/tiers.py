@@ -253,7 +253,9 @@ class Tiers:
         """Begin to copy to disk every page that is not there, ancestors first; `num_saving` goes down to 0."""
         if self.num_saving:
             return
-        wanted = [node for node in self.index.by_depth() if node.nearest and node.places[Tier.DISK] == NOWHERE]
+        wanted = [
+            node for node in self.index.by_depth() if node.nearest is not None and node.places[Tier.DISK] == NOWHERE
+        ]
         room = self.pools[Tier.DISK].num_pages
         self.to_save = deque(wanted[:room])
         self.num_saving, self.num_unsaved = len(self.to_save), len(wanted) - len(self.to_save)
