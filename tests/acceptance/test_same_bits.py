@@ -158,6 +158,22 @@ def test_at_every_page_size(engine: Engine, alone: Alone, params: SamplingParams
         assert same(llm.generate(PROMPTS, params), alone, params, PROMPTS)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "fp8_e4m3", "fp8_e5m2", "int4"])
+def test_in_every_format_of_keys_and_values(engine: Engine, dtype: str) -> None:
+    """Alone, in a batch, on a prefix hit, in chunks, at other page sizes and on one thread."""
+    plain = engine(kv_cache_dtype=dtype, enable_prefix_caching=False)
+    right = {(prompt, GREEDY): bits(plain.generate(prompt, GREEDY)[0]) for prompt in PROMPTS}
+    options: tuple[dict[str, Any], ...] = (
+        {},
+        {"block_size": 4, "max_num_batched_tokens": 7},
+        {"block_size": 48, "num_threads": 1},
+    )
+    for other in options:
+        llm = engine(kv_cache_dtype=dtype, **other)
+        for _ in range(2):  # cold and warm
+            assert same(llm.generate(PROMPTS, GREEDY), right, GREEDY, PROMPTS)
+
+
 @BOTH
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_on_any_number_of_threads(engine: Engine, alone: Alone, params: SamplingParams, num_threads: int) -> None:
