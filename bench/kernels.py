@@ -2,6 +2,7 @@
 
     python bench/kernels.py --variants generic,avx2 --threads 1,2 --rows 1,4,32,512 --formats w4,w8,bf16
     python bench/kernels.py --kernels linear --formats w4 --rows 1,32 --reference
+    python bench/kernels.py --kernels attention --kv-dtypes bf16,int8,fp8_e4m3,fp8_e5m2,int4 --steps 32x1024x1,32x4096x1
 
 A pass is 30 layers, each with weights and pages of its own, so that caches do not hold them all; the vocabulary's is
 one matrix. `gb_s` counts what must be read, weights as they are packed, `gop_s` two operations for each product; both
@@ -18,7 +19,9 @@ import os
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy comes: the reference backend has threads of its own
@@ -35,7 +38,6 @@ from octavo.ops.reference import ReferenceOps
 
 MODEL = ModelConfig("llama", 30, 576, 1536, 9, 3, 64, 49_152, 8192, 1e-5, 1e4)
 COLUMNS = (MODEL.num_heads + 2 * MODEL.num_kv_heads) * MODEL.head_dim
-PAGES = KVFormat("bf16", MODEL.num_layers, MODEL.num_kv_heads, MODEL.head_dim, 16)
 BITS = {"w4": 4, "w8": 8, "bf16": 16}
 SEED = 1
 LAYERS = range(MODEL.num_layers)
@@ -133,15 +135,16 @@ def vocabulary(ops: Ops, kind: str, rows: list[int]) -> Iterator[Case]:
         yield Case("embed", {"format": kind, "rows": n}, Load(n, moved, 0, 0, 0), embed)
 
 
-def attention(ops: Ops, steps: list[tuple[int, int, int]]) -> Iterator[Case]:
+def attention(ops: Ops, steps: list[tuple[int, int, int]], dtypes: list[str]) -> Iterator[Case]:
     """rope_write and attention: sequences, tokens that each has, and how many of the last ones are computed."""
-    shape = Shape(MODEL, Footprint(), Footprint(), PAGES.token_bytes)
     rope = ops.rope_table(np.ones(MODEL.head_dim // 2, np.float32), max(tokens for _, tokens, _ in steps))
-    for sequences, tokens, count in steps:
-        per = PAGES.num_pages(tokens)
-        pool = ops.allocate_pages(PAGES, sequences * per)
+    for (sequences, tokens, count), dtype in product(steps, dtypes):
+        pages = KVFormat(dtype, MODEL.num_layers, MODEL.num_kv_heads, MODEL.head_dim, 16)
+        shape = Shape(MODEL, Footprint(), Footprint(), pages.token_bytes)
+        per = pages.num_pages(tokens)
+        pool = ops.allocate_pages(pages, sequences * per)
         data = pool.data if isinstance(ops, ReferenceOps) else pool.data.numpy()
-        data.view(np.uint32)[:] = 0x3F003F00  # 0.5 twice
+        data.view(np.uint32)[:] = 0x3F003F00  # 0.5 twice, or any codes and scales of 0.5
         step = StepInputs(
             token_ids=np.zeros(sequences * count, np.int32),
             positions=np.tile(np.arange(tokens - count, tokens, dtype=np.int32), sequences),
@@ -151,7 +154,7 @@ def attention(ops: Ops, steps: list[tuple[int, int, int]]) -> Iterator[Case]:
             pages=np.random.default_rng(SEED).permutation(sequences * per).astype(np.int32),
         )
         qkv = matrix(ops, sequences * count, COLUMNS)
-        about = {"sequences": sequences, "tokens": tokens, "rows": count}
+        about = {"dtype": dtype, "sequences": sequences, "tokens": tokens, "rows": count}
 
         def rope_write(qkv: Tensor = qkv, pool: Any = pool, step: StepInputs = step) -> None:
             for layer in LAYERS:
@@ -161,7 +164,7 @@ def attention(ops: Ops, steps: list[tuple[int, int, int]]) -> Iterator[Case]:
             for layer in LAYERS:
                 ops.attention(qkv, layer, MODEL.num_heads, pool, step)
 
-        written = sequences * count * (4 * COLUMNS * MODEL.num_layers + PAGES.token_bytes)
+        written = sequences * count * (4 * COLUMNS * MODEL.num_layers + pages.token_bytes)
         yield Case("rope_write", about, Load(sequences * count, written, 0, 0, 0), rope_write)
         yield Case("attention", about, shape.load([Run(tokens - count, count, 0)] * sequences), attend)
 
@@ -174,7 +177,8 @@ def cases(ops: Ops, args: argparse.Namespace) -> Iterator[Case]:
         if "vocabulary" in args.kernels:
             yield from vocabulary(ops, kind, rows)
     if "attention" in args.kernels:
-        yield from attention(ops, [tuple(map(int, step.split("x"))) for step in args.steps.split(",")])
+        steps = [tuple(map(int, step.split("x"))) for step in args.steps.split(",")]
+        yield from attention(ops, steps, args.kv_dtypes.split(","))
 
 
 def time_of(run: Callable[[], None], repeats: int) -> list[float]:
@@ -202,9 +206,11 @@ def main() -> None:
     parser.add_argument("--formats", default="w4,w8,bf16")
     parser.add_argument("--rows", default="1,4,32,512")
     parser.add_argument("--steps", default="1x2048x1,32x256x1,1x512x512,1x4096x512", help="sequences x tokens x rows")
+    parser.add_argument("--kv-dtypes", default="bf16")
     parser.add_argument("--threads", default=",".join(map(str, sorted({1, _native.available_cores()}))))
     parser.add_argument("--variants", default=_native.variants()[-1])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=1, help="take all cases in turn, so often")
     parser.add_argument("--reference", action="store_true")
     args = parser.parse_args()
     on = machine()
@@ -215,18 +221,22 @@ def main() -> None:
         for threads in map(int, args.threads.split(",")):
             allowed = probe(threads, variant)
             probes.append(allowed._asdict())
-            for number, case in enumerate(cases(CpuOps(threads, variant), args)):
-                seconds = time_of(case.run, args.repeats)
-                best = min(seconds)
-                operations = case.load.int8 + case.load.bf16 + case.load.float32
-                result = {"kernel": case.kernel, **case.shape, "variant": variant, "threads": threads}
-                result |= {"gb_s": case.load.num_bytes / best / 1e9, "gop_s": operations / best / 1e9}
-                result["share"] = max(case.load.seconds(allowed)) / best
-                if reference:
-                    result["times_reference"] = min(reference[number]) / best
-                show(result)
-                spread = {"best_s": best, "median_s": statistics.median(seconds), "repeats": len(seconds)}
-                results.append(result | spread)
+            times: defaultdict[int, list[float]] = defaultdict(list)
+            for turn in range(args.rounds):
+                for number, case in enumerate(cases(CpuOps(threads, variant), args)):
+                    times[number] += time_of(case.run, args.repeats)
+                    if turn < args.rounds - 1:
+                        continue
+                    best = min(times[number])
+                    operations = case.load.int8 + case.load.bf16 + case.load.float32
+                    result = {"kernel": case.kernel, **case.shape, "variant": variant, "threads": threads}
+                    result |= {"gb_s": case.load.num_bytes / best / 1e9, "gop_s": operations / best / 1e9}
+                    result["share"] = max(case.load.seconds(allowed)) / best
+                    if reference:
+                        result["times_reference"] = min(reference[number]) / best
+                    show(result)
+                    median = statistics.median(times[number])
+                    results.append(result | {"best_s": best, "median_s": median, "repeats": len(times[number])})
     print(json.dumps({"machine": on, "seed": SEED, "probes": probes, "results": results}, indent=1))
 
 

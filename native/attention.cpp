@@ -14,6 +14,7 @@
 // memories, and `finish` merges them.
 #include "attention.h"
 
+#include "codes.h"
 #include "vec.h"
 
 namespace octavo::OCTAVO_VARIANT {
@@ -82,7 +83,8 @@ struct Memory {
   float *queries, *scores;            // [max_rows][dim], [max_rows][RUN]
   float *new_highest, *rescale;       // [max_rows + LANES]
   float *k, *v;                       // a run in float32: [GROUPS][dim][GROUP], [dim / LANES][RUN][LANES]
-  uint32_t *gathered_k, *gathered_v;  // a run of small pages, in the order of pages of 16
+  uint8_t *gathered_k, *gathered_v;   // a run of small pages, in the order of pages of 16
+  uint16_t *k_scales, *v_scales;      // [RUN] of one
   Seen* seen;                         // [max_rows]
   State whole, part;
   float* records;                     // states [max_parts + 1]
@@ -121,8 +123,10 @@ Layout layout(float* base, const Shape& shape) {
   m.rescale = take(shape.max_rows + LANES);
   m.k = take(run);
   m.v = take(run);
-  m.gathered_k = reinterpret_cast<uint32_t*>(take(run));
-  m.gathered_v = reinterpret_cast<uint32_t*>(take(run));
+  m.gathered_k = reinterpret_cast<uint8_t*>(take(run));
+  m.gathered_v = reinterpret_cast<uint8_t*>(take(run));
+  m.k_scales = reinterpret_cast<uint16_t*>(take(RUN / 2));
+  m.v_scales = reinterpret_cast<uint16_t*>(take(RUN / 2));
   m.seen = reinterpret_cast<Seen*>(take(shape.max_rows * sizeof(Seen) / sizeof(float)));
   m.whole = state_at(take(state_floats(shape)), shape);
   m.part = state_at(take(state_floats(shape)), shape);
@@ -138,10 +142,12 @@ size_t scratch_floats(const Attention& args) { return args.num_threads * layout(
 
 // ── one run: kernels ──────────────────────────────────────────────────────────────────────────────────────────────
 
-// Where a run's groups lie, in words (see pages.h): of K, rows of tokens; of V, rows of columns.
+// Where a run's groups lie (see pages.h): of K, rows of tokens; of V, rows of columns. In bytes.
 struct Run {
-  const uint32_t* k[GROUPS];
-  const uint32_t* v[GROUPS];
+  const uint8_t* k[GROUPS];
+  const uint8_t* v[GROUPS];
+  const uint16_t* k_scales[GROUPS];
+  const uint16_t* v_scales[GROUPS];
   size_t k_row;             // from a row to the next
   size_t v_row, v_columns;  // from a row to the next, from LANES columns to the next
 };
@@ -175,7 +181,7 @@ constexpr size_t block_of(size_t rows) {
 constexpr size_t width(size_t rows) { return OCTAVO_LEVEL >= 2 ? 4 : rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 
 // Asks for a line that the next run reads: into the second-level cache, as a run is as large as the first.
-OCTAVO_INLINE void prefetch(const uint32_t* words) { __builtin_prefetch(words, 0, 2); }
+OCTAVO_INLINE void prefetch(const void* line) { __builtin_prefetch(line, 0, 2); }
 
 // The same pointer, unknown to the compiler: with few registers, loading again costs less than a spilled sum.
 template <class T>
@@ -186,11 +192,71 @@ OCTAVO_INLINE const T* again(const T* p) {
   return p;
 }
 
-// scores[r][n · GROUP …] = queries[r] · K of the run's groups g … g+N-1. With AHEAD, asks for those of `next` meanwhile.
-template <bool PAIRS, bool AHEAD, size_t R, size_t N>
+// Element WHICH of sixteen items of K. Of INT4, SLOW ones have their signs in a bit of `signs`.
+template <Items I, bool SLOW, size_t WHICH>
+OCTAVO_INLINE f32x16 k_element(const uint8_t* items, const uint8_t* signs, int bit) {
+  if constexpr (I == Items::FP32) {
+    return load(reinterpret_cast<const float*>(items));
+  } else if constexpr (I == Items::BF16) {
+    return WHICH ? second_of_pairs(load_int(items)) : first_of_pairs(load_int(items));
+  } else if constexpr (I != Items::INT4) {
+    return load_codes(items);
+  } else if constexpr (SLOW) {
+    return WHICH ? load_high_nibbles(items, SLOW_LEVELS, signs, bit) : load_low_nibbles(items, SLOW_LEVELS, signs, bit);
+  } else {
+    return WHICH ? load_high_nibbles(items, FAST_LEVELS) : load_low_nibbles(items, FAST_LEVELS);
+  }
+}
+
+// Sixteen columns of V, of the first token of an item or, for BF16, the second.
+template <Items I, size_t WHICH = 0>
+OCTAVO_INLINE f32x16 v_columns(const uint8_t* items) {
+  if constexpr (I == Items::INT4) {
+    return load_nibbles(items, V_LEVELS);
+  } else if constexpr (I == Items::E4M3) {
+    return load_e4m3(items);
+  } else if constexpr (I == Items::E5M2) {
+    return load_e5m2(items);
+  } else {
+    return k_element<I, false, WHICH>(items, nullptr, 0);
+  }
+}
+
+// sums[r][n] += queries[r] · K of the groups at k, for the rows begin … end-1 of K. With AHEAD, asks for those at `ahead`
+// meanwhile: a line of bytes is four rows of a group, or four groups of a row.
+template <Items I, bool AHEAD, bool SLOW, size_t R, size_t N>
+OCTAVO_INLINE void add_scores(f32x16 (&sums)[R][N], const float* queries, size_t dim, const uint8_t* const* k,
+                              const uint8_t* const* ahead, size_t row, size_t g, size_t begin, size_t end) {
+  constexpr size_t ELEMENTS = k_elements(I);
+  for (size_t word = begin; word < end; ++word) {
+    const float* q = queries + ELEMENTS * word;
+    const size_t slow = ELEMENTS * (word - begin), signs = (end + slow / 8) * row;
+    const int bit = static_cast<int>(slow % 8);
+    for (size_t n = 0; n < N; ++n) {
+      const uint8_t* items = k[n] + word * row;
+      if (AHEAD && (item_bytes(I) == 4 || (word + g + n) % 4 == 0)) {
+        prefetch(ahead[n] + word * row);
+      }
+      const f32x16 first = k_element<I, SLOW, 0>(items, k[n] + signs, bit);
+      for (size_t r = 0; r < R; ++r) {
+        sums[r][n] = fma(broadcast(q[r * dim]), first, sums[r][n]);
+      }
+      if constexpr (ELEMENTS == 2) {
+        const f32x16 second = k_element<I, SLOW, 1>(again(items), k[n] + signs, bit + 1);
+        for (size_t r = 0; r < R; ++r) {
+          sums[r][n] = fma(broadcast(q[r * dim + 1]), second, sums[r][n]);
+        }
+        q = again(q);
+      }
+    }
+  }
+}
+
+// scores[r][n · GROUP …] = queries[r] · K of the run's groups g … g+N-1, `next` being the run ahead.
+template <Items I, bool AHEAD, size_t R, size_t N>
 void score_block(const float* queries, size_t dim, const Run& run, const Run& next, size_t g, float* scores) {
   f32x16 sums[R][N];
-  const uint32_t *k[N], *ahead[N];
+  const uint8_t *k[N], *ahead[N];
   for (size_t n = 0; n < N; ++n) {
     k[n] = run.k[g + n];
     ahead[n] = next.k[g + n];
@@ -198,31 +264,10 @@ void score_block(const float* queries, size_t dim, const Run& run, const Run& ne
       sums[r][n] = zero();
     }
   }
-  const size_t row = run.k_row, words = PAIRS ? dim / 2 : dim;
-  for (size_t word = 0; word < words; ++word) {
-    const float* q = queries + (PAIRS ? 2 * word : word);
-    for (size_t n = 0; n < N; ++n) {
-      const uint32_t* tokens = k[n] + word * row;
-      if constexpr (AHEAD) {
-        prefetch(ahead[n] + word * row);
-      }
-      if constexpr (PAIRS) {
-        const f32x16 first = first_of_pairs(load_int(tokens));
-        for (size_t r = 0; r < R; ++r) {
-          sums[r][n] = fma(broadcast(q[r * dim]), first, sums[r][n]);
-        }
-        const f32x16 second = second_of_pairs(load_int(again(tokens)));
-        for (size_t r = 0; r < R; ++r) {
-          sums[r][n] = fma(broadcast(q[r * dim + 1]), second, sums[r][n]);
-        }
-        q = again(q);
-      } else {
-        const f32x16 values = load(reinterpret_cast<const float*>(tokens));
-        for (size_t r = 0; r < R; ++r) {
-          sums[r][n] = fma(broadcast(q[r * dim]), values, sums[r][n]);
-        }
-      }
-    }
+  const size_t words = dim / k_elements(I), fast = I == Items::INT4 ? words / 2 : words;
+  add_scores<I, AHEAD, false>(sums, queries, dim, k, ahead, run.k_row, g, 0, fast);
+  if constexpr (I == Items::INT4) {
+    add_scores<I, AHEAD, true>(sums, queries, dim, k, ahead, run.k_row, g, fast, words);
   }
   for (size_t r = 0; r < R; ++r) {
     for (size_t n = 0; n < N; ++n) {
@@ -240,7 +285,7 @@ OCTAVO_INLINE void add_weighted(f32x16 (&sums)[R][N], size_t n, const float* wei
 }
 
 // values[r][column + n · LANES …] += weights[r] · V of the run's tokens begin … end-1. AHEAD as above.
-template <bool PAIRS, bool AHEAD, size_t R, size_t N>
+template <Items I, bool AHEAD, size_t R, size_t N>
 void value_block(const float* weights, size_t begin, size_t end, size_t dim, const Run& run, const Run& next,
                  size_t column, float* values) {
   f32x16 sums[R][N];
@@ -249,38 +294,36 @@ void value_block(const float* weights, size_t begin, size_t end, size_t dim, con
       sums[r][n] = load(values + r * dim + column + n * LANES);
     }
   }
-  constexpr size_t PAIR = PAIRS ? 2 : 1;
+  constexpr size_t TOKENS = v_tokens(I);
   const size_t row = run.v_row, columns = run.v_columns, offset = column / LANES * columns;
   for (size_t t = begin; t < end;) {
     const size_t g = t / GROUP, stop = smaller(end, (g + 1) * GROUP);
-    const uint32_t* words = run.v[g] + t % GROUP / PAIR * row + offset;
-    const uint32_t* ahead = next.v[g] + t % GROUP / PAIR * row + offset;
-    if (PAIRS && t % 2) {
+    const uint8_t* items = run.v[g] + t % GROUP / TOKENS * row + offset;
+    const uint8_t* ahead = next.v[g] + t % GROUP / TOKENS * row + offset;
+    if (TOKENS == 2 && t % 2) {
       for (size_t n = 0; n < N; ++n) {
-        add_weighted(sums, n, weights + t, second_of_pairs(load_int(words + n * columns)));
+        add_weighted(sums, n, weights + t, v_columns<I, 1>(items + n * columns));
       }
       ++t;
-      words += row;
+      items += row;
       ahead += row;
     }
-    for (; t + PAIR <= stop; t += PAIR, words += row, ahead += row) {
+    for (; t + TOKENS <= stop; t += TOKENS, items += row, ahead += row) {
       const float* w = weights + t;
       for (size_t n = 0; n < N; ++n) {
-        if constexpr (AHEAD) {
+        if (AHEAD && (item_bytes(I) == 4 || n == 0)) {
           prefetch(ahead + n * columns);
         }
-        if constexpr (PAIRS) {
-          add_weighted(sums, n, w, first_of_pairs(load_int(words + n * columns)));
-          add_weighted(sums, n, w + 1, second_of_pairs(load_int(again(words + n * columns))));
+        add_weighted(sums, n, w, v_columns<I>(items + n * columns));
+        if constexpr (TOKENS == 2) {
+          add_weighted(sums, n, w + 1, v_columns<I, 1>(again(items + n * columns)));
           w = again(w);
-        } else {
-          add_weighted(sums, n, w, load(reinterpret_cast<const float*>(words + n * columns)));
         }
       }
     }
-    if (PAIRS && t < stop) {
+    if (TOKENS == 2 && t < stop) {
       for (size_t n = 0; n < N; ++n) {
-        add_weighted(sums, n, weights + t, first_of_pairs(load_int(words + n * columns)));
+        add_weighted(sums, n, weights + t, v_columns<I>(items + n * columns));
       }
       ++t;
     }
@@ -293,7 +336,7 @@ void value_block(const float* weights, size_t begin, size_t end, size_t dim, con
 }
 
 // scores of all rows for the groups begin … end-1. A few groups are kept near for all blocks of rows.
-template <bool PAIRS, bool AHEAD>
+template <Items I, bool AHEAD>
 void scores_of(size_t rows, const float* queries, size_t dim, const Run& run, const Run& next, size_t begin, size_t end,
                float* scores) {
   const size_t block = block_of(rows);
@@ -303,7 +346,7 @@ void scores_of(size_t rows, const float* queries, size_t dim, const Run& run, co
       with_count(smaller(block, rows - row), [&](auto count) {
         constexpr size_t R = decltype(count)::value;
         // The last block may have fewer rows; its groups are the others' all the same: width(R), or one.
-        const auto kernel = n == width(R) ? score_block<PAIRS, AHEAD, R, width(R)> : score_block<PAIRS, AHEAD, R, 1>;
+        const auto kernel = n == width(R) ? score_block<I, AHEAD, R, width(R)> : score_block<I, AHEAD, R, 1>;
         kernel(queries + row * dim, dim, run, next, g, scores + row * RUN + g * GROUP);
       });
     }
@@ -312,7 +355,7 @@ void scores_of(size_t rows, const float* queries, size_t dim, const Run& run, co
 }
 
 // values of a block of rows for the tokens begin … end-1.
-template <bool PAIRS, bool AHEAD>
+template <Items I, bool AHEAD>
 void values_of(size_t rows, const float* weights, size_t begin, size_t end, size_t dim, const Run& run, const Run& next,
                float* values) {
   if (begin >= end) {
@@ -322,10 +365,10 @@ void values_of(size_t rows, const float* weights, size_t begin, size_t end, size
     constexpr size_t R = decltype(count)::value, N = width(R);
     size_t column = 0;
     for (; column + N * LANES <= dim; column += N * LANES) {
-      value_block<PAIRS, AHEAD, R, N>(weights, begin, end, dim, run, next, column, values);
+      value_block<I, AHEAD, R, N>(weights, begin, end, dim, run, next, column, values);
     }
     for (; column < dim; column += LANES) {
-      value_block<PAIRS, AHEAD, R, 1>(weights, begin, end, dim, run, next, column, values);
+      value_block<I, AHEAD, R, 1>(weights, begin, end, dim, run, next, column, values);
     }
   });
 }
@@ -337,13 +380,16 @@ void values_of(size_t rows, const float* weights, size_t begin, size_t end, size
 Run locate(const Attention& args, const Tile& tile, size_t start, const Memory& memory) {
   const LayerPages& layer = args.layer;
   const int32_t* pages = args.step.pages + args.step.page_start[tile.slice];
-  const size_t block = layer.block_size, dim = layer.head_dim, pair = layer.bf16 ? 2 : 1;
+  const size_t block = layer.block_size, item = item_bytes(layer.items), head = tile.kv_head;
+  const size_t v_row = layer.v_row(), tokens = v_tokens(layer.items);
+  const size_t k_group = layer.k_rows() * GROUP * item, v_group = GROUP / tokens * v_row;
   Run run;
-  run.k_row = larger(block, GROUP);
-  run.v_row = dim;
-  run.v_columns = LANES;
+  run.k_row = larger(block, GROUP) * item;
+  run.v_row = v_row;
+  run.v_columns = lane_bytes(layer.items);
   for (size_t g = 0; g < GROUPS; ++g) {
     run.k[g] = run.v[g] = layer.data;  // not to be read
+    run.k_scales[g] = run.v_scales[g] = reinterpret_cast<const uint16_t*>(layer.data);
     const size_t begin = larger(start + g * GROUP, tile.low), end = smaller(start + (g + 1) * GROUP, tile.high);
     if (begin >= end) {
       continue;
@@ -351,28 +397,37 @@ Run locate(const Attention& args, const Tile& tile, size_t start, const Memory& 
     if (block >= GROUP) {
       const size_t slot = (start + g * GROUP) % block;
       const int32_t page = pages[begin / block];
-      run.k[g] = k_words(layer, page, tile.kv_head) + slot;
-      run.v[g] = v_words(layer, page, tile.kv_head) + slot / pair * dim;
+      run.k[g] = k_of(layer, page, head) + slot * item;
+      run.v[g] = v_of(layer, page, head) + slot / tokens * v_row;
+      run.k_scales[g] = k_scales(layer, page, head) + slot;
+      run.v_scales[g] = v_scales(layer, page, head) + slot;
       continue;
     }
-    uint32_t* k = memory.gathered_k + g * GROUP * dim;
-    uint32_t* v = memory.gathered_v + g * GROUP * dim;
+    uint8_t* k = memory.gathered_k + g * k_group;
+    uint8_t* v = memory.gathered_v + g * v_group;
     for (size_t p = begin / block; p * block < end; ++p) {
       const size_t token = p * block % GROUP;
-      const uint32_t* page_k = k_words(layer, pages[p], tile.kv_head);
-      for (size_t word = 0; word < dim / pair; ++word) {
-        uint32_t* to = k + word * GROUP + token;
-        const uint32_t* from = page_k + word * block;
-        if (block == 4) {
-          memcpy(to, from, 4 * sizeof(uint32_t));
-        } else {
-          memcpy(to, from, 8 * sizeof(uint32_t));
+      const uint8_t* page_k = k_of(layer, pages[p], head);
+      for (size_t row = 0; row < layer.k_rows(); ++row) {
+        uint8_t* to = k + (row * GROUP + token) * item;
+        const uint8_t* from = page_k + row * block * item;
+        switch (block * item) {  // copies of a known size take no call
+          case 4: memcpy(to, from, 4); break;
+          case 8: memcpy(to, from, 8); break;
+          case 16: memcpy(to, from, 16); break;
+          default: memcpy(to, from, 32);
         }
       }
-      memcpy(v + token / pair * dim, v_words(layer, pages[p], tile.kv_head), block / pair * dim * sizeof(uint32_t));
+      memcpy(v + token / tokens * v_row, v_of(layer, pages[p], head), block / tokens * v_row);
+      if (scaled(layer.items)) {
+        memcpy(memory.k_scales + g * GROUP + token, k_scales(layer, pages[p], head), block * sizeof(uint16_t));
+        memcpy(memory.v_scales + g * GROUP + token, v_scales(layer, pages[p], head), block * sizeof(uint16_t));
+      }
     }
     run.k[g] = k;
     run.v[g] = v;
+    run.k_scales[g] = memory.k_scales + g * GROUP;
+    run.v_scales[g] = memory.v_scales + g * GROUP;
   }
   return run;
 }
@@ -387,32 +442,53 @@ Run after(const Attention& args, const Tile& tile, size_t part, const Run& last,
   return locate(args, next, tile.low / RUN * RUN, memory);
 }
 
-// The groups begin … end-1 of a bf16 run in float32, for many rows to read.
+// The groups begin … end-1 of a run in float32, codes without their scales, for many rows to read.
+template <Items I>
 Run widen(const Run& run, const Run& next, size_t begin, size_t end, size_t dim, const Memory& memory) {
+  constexpr size_t ELEMENTS = k_elements(I), TOKENS = v_tokens(I);
+  const size_t words = dim / ELEMENTS, fast = I == Items::INT4 ? words / 2 : words;
   Run wide = run;
-  wide.k_row = GROUP;
-  wide.v_row = LANES;
-  wide.v_columns = RUN * LANES;
+  wide.k_row = GROUP * sizeof(float);
+  wide.v_row = LANES * sizeof(float);
+  wide.v_columns = RUN * LANES * sizeof(float);
   for (size_t g = begin; g < end; ++g) {
     float* k = memory.k + g * GROUP * dim;
     float* v = memory.v + g * GROUP * LANES;
-    for (size_t word = 0; word < dim / 2; ++word) {
-      const i32x16 pairs = load_int(run.k[g] + word * run.k_row);
-      prefetch(next.k[g] + word * run.k_row);
-      store(k + 2 * word * GROUP, first_of_pairs(pairs));
-      store(k + (2 * word + 1) * GROUP, second_of_pairs(pairs));
+    const auto widen_k = [&](auto slow, size_t first, size_t last) {
+      for (size_t word = first; word < last; ++word) {
+        const uint8_t* items = run.k[g] + word * run.k_row;
+        const uint8_t* signs = run.k[g] + (last + ELEMENTS * (word - first) / 8) * run.k_row;
+        const int bit = static_cast<int>(ELEMENTS * (word - first) % 8);
+        if (item_bytes(I) == 4 || (word + g) % 4 == 0) {
+          prefetch(next.k[g] + word * run.k_row);
+        }
+        float* to = k + ELEMENTS * word * GROUP;
+        store(to, k_element<I, decltype(slow)::value != 0, 0>(items, signs, bit));
+        if constexpr (ELEMENTS == 2) {
+          store(to + GROUP, k_element<I, decltype(slow)::value != 0, 1>(items, signs, bit + 1));
+        }
+      }
+    };
+    widen_k(Count<0>(), 0, fast);
+    if constexpr (I == Items::INT4) {
+      widen_k(Count<1>(), fast, words);
     }
-    for (size_t word = 0; word < GROUP / 2; ++word) {
+    for (size_t word = 0; word < GROUP / TOKENS; ++word) {
       for (size_t column = 0; column < dim; column += LANES) {
-        const i32x16 pairs = load_int(run.v[g] + word * dim + column);
-        prefetch(next.v[g] + word * dim + column);
-        float* to = v + column * RUN + 2 * word * LANES;
-        store(to, first_of_pairs(pairs));
-        store(to + LANES, second_of_pairs(pairs));
+        const size_t offset = word * run.v_row + column / LANES * lane_bytes(I);
+        const uint8_t* items = run.v[g] + offset;
+        if (item_bytes(I) == 4 || column % (4 * LANES) == 0) {
+          prefetch(next.v[g] + offset);
+        }
+        float* to = v + column * RUN + TOKENS * word * LANES;
+        store(to, v_columns<I>(items));
+        if constexpr (TOKENS == 2) {
+          store(to + LANES, v_columns<I, 1>(items));
+        }
       }
     }
-    wide.k[g] = reinterpret_cast<const uint32_t*>(k);
-    wide.v[g] = reinterpret_cast<const uint32_t*>(v);
+    wide.k[g] = reinterpret_cast<const uint8_t*>(k);
+    wide.v[g] = reinterpret_cast<const uint8_t*>(v);
   }
   return wide;
 }
@@ -434,11 +510,15 @@ void find_seen(const Attention& args, const Tile& tile, const Shape& shape, size
   }
 }
 
-// Masks the scores of a row and returns the largest.
-float mask(float* scores, Seen seen) {
+// Scales and masks the scores of a row and returns the largest.
+template <bool SCALED>
+float mask(float* scores, Seen seen, const Run& run) {
   f32x16 highest = nothing_seen();
   for (size_t t = seen.begin / GROUP * GROUP; t < seen.end; t += GROUP) {
     f32x16 group = load(scores + t);
+    if constexpr (SCALED) {
+      group = group * load_bf16(run.k_scales[t / GROUP]);
+    }
     if (seen.end < t + GROUP) {
       group = where_first(seen.end - t, group, nothing_seen());
     }
@@ -452,15 +532,15 @@ float mask(float* scores, Seen seen) {
 }
 
 // One run, its groups begin … end-1, for the rows first … last-1, all of which see some of it.
-template <bool PAIRS, bool AHEAD>
+template <Items I, bool AHEAD, bool SCALED>
 void attend_rows(size_t dim, const Memory& memory, const State& state, size_t first, size_t last, size_t begin,
                  size_t end, const Run& run, const Run& next) {
   const Seen* seen = memory.seen;
-  scores_of<PAIRS, AHEAD>(last - first, memory.queries + first * dim, dim, run, next, begin, end,
+  scores_of<I, AHEAD>(last - first, memory.queries + first * dim, dim, run, next, begin, end,
                           memory.scores + first * RUN);
 
   for (size_t row = first; row < last; ++row) {
-    const float highest = mask(memory.scores + row * RUN, seen[row]);
+    const float highest = mask<SCALED>(memory.scores + row * RUN, seen[row], run);
     memory.new_highest[row] = highest > state.highest[row] ? highest : state.highest[row];
   }
   for (size_t row = first; row < last; row += LANES) {
@@ -473,8 +553,8 @@ void attend_rows(size_t dim, const Memory& memory, const State& state, size_t fi
     for (size_t t = seen[row].begin / GROUP * GROUP; t < seen[row].end; t += GROUP) {
       float* group = memory.scores + row * RUN + t;
       const f32x16 weight = exp(load(group) - highest);
-      store(group, weight);
       sum = sum + weight;
+      store(group, SCALED ? weight * load_bf16(run.v_scales[t / GROUP]) : weight);
     }
     store(state.sum + row * LANES, sum);
     for (size_t column = 0; column < dim; column += LANES) {
@@ -491,12 +571,12 @@ void attend_rows(size_t dim, const Memory& memory, const State& state, size_t fi
     const Seen earliest = seen[row], latest = seen[row + rows - 1];
     const Seen common = latest.begin < earliest.end ? Seen{latest.begin, earliest.end} : Seen{RUN, RUN};
     const auto alone = [&](size_t r, size_t from, size_t to) {
-      values_of<PAIRS, false>(1, memory.scores + r * RUN, from, to, dim, run, run, state.values + r * dim);
+      values_of<I, false>(1, memory.scores + r * RUN, from, to, dim, run, run, state.values + r * dim);
     };
     for (size_t r = row; r < row + rows; ++r) {
       alone(r, seen[r].begin, smaller(seen[r].end, common.begin));
     }
-    values_of<PAIRS, AHEAD>(rows, memory.scores + row * RUN, common.begin, common.end, dim, run, next,
+    values_of<I, AHEAD>(rows, memory.scores + row * RUN, common.begin, common.end, dim, run, next,
                             state.values + row * dim);
     for (size_t r = row; r < row + rows; ++r) {
       alone(r, larger(seen[r].begin, common.end), seen[r].end);
@@ -504,7 +584,27 @@ void attend_rows(size_t dim, const Memory& memory, const State& state, size_t fi
   }
 }
 
+// One run for the rows first … last-1. Many rows share one unpacking; the generic variant always unpacks, to be small.
+template <Items I>
+void attend_run(size_t dim, const Memory& memory, const State& state, size_t first, size_t last, size_t begin, size_t end,
+                const Run& run, const Run& next) {
+  if constexpr (scaled(I)) {
+    for (size_t g = begin; g < end; ++g) {
+      prefetch(next.k_scales[g]);
+      prefetch(next.v_scales[g]);
+    }
+  }
+  if (I != Items::FP32 && (OCTAVO_LEVEL == 0 || last - first > BLOCK)) {
+    const Run wide = widen<I>(run, next, begin, end, dim, memory);
+    attend_rows<Items::FP32, false, scaled(I)>(dim, memory, state, first, last, begin, end, wide, wide);
+  } else {
+    attend_rows<OCTAVO_LEVEL == 0 ? Items::FP32 : I, true, scaled(I)>(dim, memory, state, first, last, begin, end, run,
+                                                                      next);
+  }
+}
+
 // The state of a tile after one part, begun afresh. The tile's queries are in memory.queries.
+template <Items I>
 void attend_part(const Attention& args, const Tile& tile, const Shape& shape, const Memory& memory, size_t part,
                  const State& state) {
   const size_t rows = tile.num_tokens * shape.heads_per_kv;
@@ -534,14 +634,7 @@ void attend_part(const Attention& args, const Tile& tile, const Shape& shape, co
     const Run next = gathers ? run
                      : more  ? locate(args, tile, start + RUN, memory)
                              : after(args, tile, part, run, memory);
-    if (args.layer.bf16 && last - first > BLOCK) {
-      const Run wide = widen(run, next, begin, end, shape.dim, memory);
-      attend_rows<false, false>(shape.dim, memory, state, first, last, begin, end, wide, wide);
-    } else if (args.layer.bf16) {
-      attend_rows<true, true>(shape.dim, memory, state, first, last, begin, end, run, next);
-    } else {
-      attend_rows<false, true>(shape.dim, memory, state, first, last, begin, end, run, next);
-    }
+    attend_run<I>(shape.dim, memory, state, first, last, begin, end, run, next);
     if (!more) {
       return;
     }
@@ -592,6 +685,9 @@ void load_queries(const Attention& args, const Tile& tile, const Shape& shape, f
     for (size_t i = 0; i < used; i += LANES) {
       store(queries + token * used + i, load(from + i) * scale);
     }
+    for (size_t i = 0; scaled(args.layer.items) && i < used; i += shape.dim) {
+      turn(queries + token * used + i, shape.dim);
+    }
   }
 }
 
@@ -603,6 +699,9 @@ void write_out(const Attention& args, const Tile& tile, const Shape& shape, cons
     const f32x16 total = broadcast(sum(load(state.sum + row * LANES)));
     for (size_t column = 0; column < shape.dim; column += LANES) {
       store(out + column, load(state.values + row * shape.dim + column) / total);
+    }
+    if (scaled(args.layer.items)) {
+      turn_back(out, shape.dim);
     }
   }
 }
@@ -636,7 +735,8 @@ void for_each_part(const Attention& args, const Shape& shape, const Visit& visit
   }
 }
 
-void attend(const Attention& args, size_t thread) {
+template <Items I>
+void attend_items(const Attention& args, size_t thread) {
   const Shape shape = shape_of(args);
   const Memory memory = memory_of(args, thread, shape);
   size_t total = 0;
@@ -660,14 +760,14 @@ void attend(const Attention& args, size_t thread) {
       entered = true;
     }
     if (is_first) {
-      attend_part(args, tile, shape, memory, part, memory.whole);
+      attend_part<I>(args, tile, shape, memory, part, memory.whole);
       begun = true;
       handover.tile = tile;
     } else if (begun) {
-      attend_part(args, tile, shape, memory, part, memory.part);
+      attend_part<I>(args, tile, shape, memory, part, memory.part);
       merge(memory.whole, memory.part, rows, shape.dim);
     } else {
-      attend_part(args, tile, shape, memory, part, record(memory, handover.num_parts, shape));
+      attend_part<I>(args, tile, shape, memory, part, record(memory, handover.num_parts, shape));
       ++handover.num_parts;
       handover.completes = is_last;
     }
@@ -680,6 +780,17 @@ void attend(const Attention& args, size_t thread) {
     handover.begins = true;
     copy_state(record(memory, handover.num_parts, shape), memory.whole, 0,
                handover.tile.num_tokens * shape.heads_per_kv, shape.dim);
+  }
+}
+
+void attend(const Attention& args, size_t thread) {
+  switch (args.layer.items) {
+    case Items::FP32: return attend_items<Items::FP32>(args, thread);
+    case Items::BF16: return attend_items<Items::BF16>(args, thread);
+    case Items::INT8: return attend_items<Items::INT8>(args, thread);
+    case Items::E4M3: return attend_items<Items::E4M3>(args, thread);
+    case Items::E5M2: return attend_items<Items::E5M2>(args, thread);
+    case Items::INT4: return attend_items<Items::INT4>(args, thread);
   }
 }
 

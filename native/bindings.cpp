@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -290,32 +291,43 @@ void logits(Backend& backend, const Matrix& x, Array<int32_t, 1> rows, const Vec
 
 // ── pages: rope_write, attention ──────────────────────────────────────────────────────────────────────────────────────
 
-// The page pool; its memory is mapped as it is first written.
+Items items_of(const std::string& dtype) {
+  const std::pair<const char*, Items> names[] = {{"fp32", Items::FP32},     {"bf16", Items::BF16},
+                                                 {"int8", Items::INT8},     {"fp8_e4m3", Items::E4M3},
+                                                 {"fp8_e5m2", Items::E5M2}, {"int4", Items::INT4}};
+  for (const auto& [name, items] : names) {
+    if (dtype == name) {
+      return items;
+    }
+  }
+  throw nb::value_error("the kernels lack that format of keys and values");
+}
+
+// The page pool; its memory is mapped as it is first written. A layer is told as its offset in a page and its dtype.
 struct Pages {
-  size_t num_pages, page_bytes, num_layers, num_kv_heads, head_dim, block_size;
-  bool bf16;
+  size_t num_pages, page_bytes, num_kv_heads, head_dim, block_size;
+  std::vector<LayerPages> layers;
   Arena arena;
   uint8_t* data;
 
-  Pages(size_t num_pages, size_t page_bytes, size_t num_layers, size_t num_kv_heads, size_t head_dim, size_t block_size,
-        bool bf16)
-      : num_pages(num_pages), page_bytes(page_bytes), num_layers(num_layers), num_kv_heads(num_kv_heads),
-        head_dim(head_dim), block_size(block_size), bf16(bf16) {
+  Pages(size_t num_pages, size_t page_bytes, size_t num_kv_heads, size_t head_dim, size_t block_size,
+        const std::vector<std::pair<size_t, std::string>>& layers)
+      : num_pages(num_pages), page_bytes(page_bytes), num_kv_heads(num_kv_heads), head_dim(head_dim),
+        block_size(block_size) {
     require(head_dim % 16 == 0 && head_dim > 0 && head_dim <= 256, "head_dim must be a multiple of 16, at most 256");
     require(block_size == 4 || block_size == 8 || (block_size > 0 && block_size % 16 == 0),
             "block_size must be 4, 8 or a multiple of 16");
-    require(num_kv_heads > 0 && page_bytes % 64 == 0 && page_bytes >= num_layers * layer_words() * sizeof(uint32_t),
-            "page_bytes is too small");
+    require(num_kv_heads > 0 && page_bytes % 64 == 0, "a page is a multiple of 64 bytes");
     data = static_cast<uint8_t*>(arena.allocate(num_pages * page_bytes));
+    for (const auto& [offset, dtype] : layers) {
+      this->layers.push_back({data + offset, page_bytes, num_kv_heads, head_dim, block_size, items_of(dtype)});
+      require(offset % 4 == 0 && offset + this->layers.back().layer_bytes() <= page_bytes, "page_bytes is too small");
+    }
   }
 
-  size_t head_words() const { return head_dim * block_size / (bf16 ? 2 : 1); }
-  size_t layer_words() const { return 2 * num_kv_heads * head_words(); }
-
   LayerPages layer(size_t index) const {
-    require(index < num_layers, "the layer is out of range");
-    return {reinterpret_cast<uint32_t*>(data) + index * layer_words(), page_bytes / sizeof(uint32_t), head_words(),
-            num_kv_heads, head_dim, block_size, bf16};
+    require(index < layers.size(), "the layer is out of range");
+    return layers[index];
   }
 
   void copy(size_t src, size_t dst) {
@@ -625,8 +637,9 @@ NB_MODULE(OCTAVO_MODULE, module) {
   module.def("embed", &embed);
 
   nb::class_<Pages>(module, "Pages")
-      .def(nb::init<size_t, size_t, size_t, size_t, size_t, size_t, bool>(), nb::arg("num_pages"), nb::arg("page_bytes"),
-           nb::arg("num_layers"), nb::arg("num_kv_heads"), nb::arg("head_dim"), nb::arg("block_size"), nb::arg("bf16"))
+      .def(nb::init<size_t, size_t, size_t, size_t, size_t, const std::vector<std::pair<size_t, std::string>>&>(),
+           nb::arg("num_pages"), nb::arg("page_bytes"), nb::arg("num_kv_heads"), nb::arg("head_dim"),
+           nb::arg("block_size"), nb::arg("layers"))
       .def("copy", &Pages::copy)
       .def("numpy", [](Pages& self) {
         return nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>>(self.data, {self.num_pages, self.page_bytes}, nb::find(&self));

@@ -1,7 +1,15 @@
 // Where keys and values lie in the pages, as kv_format.py says: the only KV arithmetic of the kernels.
 //
-// Everything is counted in words of four bytes: an fp32 element, or a pair of bf16 that follow each other along the
-// reduction dimension. In words, K of a head is [head_dim / pair][block_size] and V is [block_size / pair][head_dim].
+// K of a head is rows of items, a row for each item of a token, V rows of elements, a row for each token or pair of tokens:
+//
+//     items      bytes  K                                             V
+//     FP32       4      [head_dim][block_size]                        [block_size][head_dim]
+//     BF16       4      [head_dim / 2][block_size], pairs             [block_size / 2][head_dim], pairs
+//     INT8, fp8  1      [head_dim][block_size]                        [block_size][head_dim]
+//     INT4       1      [head_dim / 2][block_size], pairs of nibbles  [block_size][head_dim / 16][8], nibbles i and i + 8
+//                       + [head_dim / 16][block_size] of signs
+//
+// The first of a pair lies in the low half. The keys of the fp8 formats are int8.
 #pragma once
 
 #include <stddef.h>
@@ -9,15 +17,34 @@
 
 namespace octavo {
 
+enum class Items { FP32, BF16, INT8, E4M3, E5M2, INT4 };
+
+constexpr size_t item_bytes(Items items) { return items == Items::FP32 || items == Items::BF16 ? 4 : 1; }
+// Elements of K in an item, tokens of V in one, and bytes of sixteen columns of V.
+constexpr size_t k_elements(Items items) { return items == Items::BF16 || items == Items::INT4 ? 2 : 1; }
+constexpr size_t v_tokens(Items items) { return items == Items::BF16 ? 2 : 1; }
+constexpr size_t lane_bytes(Items items) { return items == Items::INT4 ? 8 : 16 * item_bytes(items); }
+// Whether these are codes of rotated heads, with a scale for each token and head.
+constexpr bool scaled(Items items) { return item_bytes(items) == 1; }
+
 // One layer of every page of a pool.
 struct LayerPages {
-  uint32_t* data;       // K of head 0 in page 0
-  size_t page_words;    // from a page to the next
-  size_t head_words;    // K (or V) of one head
+  uint8_t* data;      // K of head 0 in page 0
+  size_t page_bytes;  // from a page to the next
   size_t num_kv_heads;
   size_t head_dim;
   size_t block_size;
-  bool bf16;
+  Items items;
+
+  // Rows of K, and bytes of a row of V.
+  size_t k_rows() const { return head_dim / k_elements(items) + (items == Items::INT4 ? head_dim / 16 : 0); }
+  size_t v_row() const { return head_dim / 16 * lane_bytes(items); }
+  // Bytes of a head.
+  size_t k_bytes() const { return k_rows() * block_size * item_bytes(items); }
+  size_t v_bytes() const { return block_size / v_tokens(items) * v_row(); }
+  size_t layer_bytes() const {
+    return num_kv_heads * (k_bytes() + v_bytes() + (scaled(items) ? 2 * block_size * sizeof(uint16_t) : 0));
+  }
 };
 
 // The rows of a step; see StepInputs in ops/api.py.
@@ -34,12 +61,25 @@ struct StepRows {
 
 namespace {
 
-inline uint32_t* k_words(const LayerPages& layer, int32_t page, size_t head) {
-  return layer.data + static_cast<size_t>(page) * layer.page_words + head * layer.head_words;
+inline uint8_t* page_of(const LayerPages& layer, int32_t page) {
+  return layer.data + static_cast<size_t>(page) * layer.page_bytes;
 }
 
-inline uint32_t* v_words(const LayerPages& layer, int32_t page, size_t head) {
-  return k_words(layer, page, layer.num_kv_heads + head);
+inline uint8_t* k_of(const LayerPages& layer, int32_t page, size_t head) {
+  return page_of(layer, page) + head * layer.k_bytes();
+}
+
+inline uint8_t* v_of(const LayerPages& layer, int32_t page, size_t head) {
+  return page_of(layer, page) + layer.num_kv_heads * layer.k_bytes() + head * layer.v_bytes();
+}
+
+// The scales of a head's tokens, bf16 [block_size].
+inline uint16_t* k_scales(const LayerPages& layer, int32_t page, size_t head) {
+  return reinterpret_cast<uint16_t*>(v_of(layer, page, layer.num_kv_heads)) + head * layer.block_size;
+}
+
+inline uint16_t* v_scales(const LayerPages& layer, int32_t page, size_t head) {
+  return k_scales(layer, page, layer.num_kv_heads + head);
 }
 
 }  // namespace

@@ -1,12 +1,11 @@
 #include "rope.h"
 
+#include "encode.h"
 #include "norm.h"
 #include "vec.h"
 
 namespace octavo::OCTAVO_VARIANT {
 namespace {
-
-constexpr size_t MAX_HEAD_DIM = 256;
 
 // Turns the pairs (head[i], head[i + half]) by their angles.
 OCTAVO_INLINE void rotate(float* head, size_t half, const float* cos, const float* sin) {
@@ -24,29 +23,90 @@ OCTAVO_INLINE void rotate(float* head, size_t half, const float* cos, const floa
   }
 }
 
-// Writes one token's K and V of one head. A token is a column of K, and half of the words of a row of V for bf16.
-void write(const LayerPages& layer, uint32_t* k_head, uint32_t* v_head, size_t slot, const float* k, const float* v) {
-  const size_t dim = layer.head_dim;
-  uint32_t* column = k_head + slot;
-  if (!layer.bf16) {
-    const uint32_t* words = reinterpret_cast<const uint32_t*>(k);
-    for (size_t d = 0; d < dim; ++d) {
-      memcpy(column + d * layer.block_size, words + d, sizeof(float));
-    }
-    memcpy(v_head + slot * dim, v, dim * sizeof(float));
-    return;
+// Writes an element of each row of K in a token's column.
+template <class Item>
+void write_column(uint8_t* k_head, size_t block_size, size_t slot, const Item* items, size_t count) {
+  uint8_t* column = k_head + slot * sizeof(Item);
+  for (size_t i = 0; i < count; ++i) {
+    memcpy(column + i * block_size * sizeof(Item), items + i, sizeof(Item));
   }
+}
+
+void write_bf16(const LayerPages& layer, uint8_t* k_head, uint8_t* v_head, size_t slot, const float* k, const float* v) {
+  const size_t dim = layer.head_dim;
   uint16_t k_bf16[MAX_HEAD_DIM], v_bf16[MAX_HEAD_DIM];
+  uint32_t pairs[MAX_HEAD_DIM / 2];
   for (size_t d = 0; d < dim; d += LANES) {
     store_bf16(k_bf16 + d, load(k + d));
     store_bf16(v_bf16 + d, load(v + d));
   }
-  for (size_t d = 0; d < dim; d += 2) {
-    memcpy(column + d / 2 * layer.block_size, k_bf16 + d, sizeof(uint32_t));
-  }
-  uint16_t* row = reinterpret_cast<uint16_t*>(v_head + slot / 2 * dim) + slot % 2;
+  memcpy(pairs, k_bf16, dim * sizeof(uint16_t));
+  write_column(k_head, layer.block_size, slot, pairs, dim / 2);
+  uint16_t* row = reinterpret_cast<uint16_t*>(v_head + slot / 2 * layer.v_row()) + slot % 2;
   for (size_t d = 0; d < dim; ++d) {
     row[2 * d] = v_bf16[d];
+  }
+}
+
+// Codes of four and five bits as rows of K: pairs of nibbles, then the fifth bits.
+void write_k_nibbles(const LayerPages& layer, uint8_t* k_head, size_t slot, const uint8_t* codes) {
+  const size_t dim = layer.head_dim;
+  uint8_t items[MAX_HEAD_DIM];
+  for (size_t d = 0; d < dim; d += 2) {
+    items[d / 2] = static_cast<uint8_t>((codes[d] & 15) | codes[d + 1] << 4);
+  }
+  for (size_t row = 0; row < dim / 16; ++row) {
+    unsigned signs = 0;
+    for (size_t bit = 0; bit < 8; ++bit) {
+      signs |= static_cast<unsigned>(codes[dim / 2 + 8 * row + bit] >> 4) << bit;
+    }
+    items[dim / 2 + row] = static_cast<uint8_t>(signs);
+  }
+  write_column(k_head, layer.block_size, slot, items, layer.k_rows());
+}
+
+void write_v_nibbles(uint8_t* row, size_t dim, const uint8_t* codes) {
+  for (size_t d = 0; d < dim; d += 16, row += 8) {
+    for (size_t i = 0; i < 8; ++i) {
+      row[i] = static_cast<uint8_t>(codes[d + i] | codes[d + 8 + i] << 4);
+    }
+  }
+}
+
+// Writes one token's K and V of one head.
+void write(const LayerPages& layer, int32_t page, size_t head, size_t slot, const float* k, const float* v) {
+  const size_t dim = layer.head_dim;
+  uint8_t *k_head = k_of(layer, page, head), *v_head = v_of(layer, page, head);
+  if (layer.items == Items::BF16) {
+    write_bf16(layer, k_head, v_head, slot, k, v);
+    return;
+  }
+  uint8_t* v_row = v_head + slot * layer.v_row();
+  if (layer.items == Items::FP32) {
+    write_column(k_head, layer.block_size, slot, k, dim);
+    memcpy(v_row, v, dim * sizeof(float));
+    return;
+  }
+  float turned[MAX_HEAD_DIM];
+  uint8_t codes[MAX_HEAD_DIM];
+  const bool small = layer.items == Items::INT4;
+  memcpy(turned, k, dim * sizeof(float));
+  turn(turned, dim);
+  k_scales(layer, page, head)[slot] =
+      small ? encode4(turned, dim, K_CODES, codes) : encode8(Items::INT8, turned, dim, codes);
+  if (small) {
+    write_k_nibbles(layer, k_head, slot, codes);
+  } else {
+    write_column(k_head, layer.block_size, slot, codes, dim);
+  }
+  memcpy(turned, v, dim * sizeof(float));
+  turn(turned, dim);
+  v_scales(layer, page, head)[slot] =
+      small ? encode4(turned, dim, V_CODES, codes) : encode8(layer.items, turned, dim, codes);
+  if (small) {
+    write_v_nibbles(v_row, dim, codes);
+  } else {
+    memcpy(v_row, codes, dim);
   }
 }
 
@@ -78,8 +138,7 @@ void rope_write(const RopeWrite& args, size_t begin, size_t end) {
     const float* k = heads + args.num_heads * dim;
     const float* v = k + layer.num_kv_heads * dim;
     for (size_t head = 0; head < layer.num_kv_heads; ++head) {
-      write(layer, k_words(layer, page, head), v_words(layer, page, head), position % layer.block_size,
-            k + head * dim, v + head * dim);
+      write(layer, page, head, position % layer.block_size, k + head * dim, v + head * dim);
     }
   }
 }

@@ -85,6 +85,9 @@ OCTAVO_INLINE i32x16 load_i8(const void* p) {
 OCTAVO_INLINE f32x16 load_f16(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
+// Sixteen float16 in 32-byte registers.
+OCTAVO_INLINE f32x16 of_f16(__m256i halves) { return {_mm512_cvtph_ps(halves)}; }
+OCTAVO_INLINE f32x16 of_i8(__m128i codes) { return to_float({_mm512_cvtepi8_epi32(codes)}); }
 OCTAVO_INLINE f32x16 where_nan(f32x16 a, f32x16 yes, f32x16 no) {
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), no.v, yes.v)};
 }
@@ -186,6 +189,12 @@ OCTAVO_INLINE i32x16 load_i8(const void* p) {
 OCTAVO_INLINE f32x16 load_f16(const uint16_t* p) {
   const __m128i* q = reinterpret_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
+}
+OCTAVO_INLINE f32x16 of_f16(__m256i halves) {
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
+}
+OCTAVO_INLINE f32x16 of_i8(__m128i codes) {
+  return to_float({_mm256_cvtepi8_epi32(codes), _mm256_cvtepi8_epi32(_mm_srli_si128(codes, 8))});
 }
 OCTAVO_INLINE f32x16 where_nan(f32x16 a, f32x16 yes, f32x16 no) {
   return {_mm256_blendv_ps(no.lo, yes.lo, _mm256_cmp_ps(a.lo, a.lo, _CMP_UNORD_Q)),
@@ -306,6 +315,77 @@ OCTAVO_INLINE float float_of_f16(uint32_t half) {
 }
 OCTAVO_INLINE f32x16 load_f16(const uint16_t* p) { OCTAVO_LANEWISE(f32x16, float_of_f16(p[i])); }
 
+#endif
+
+// ── numbers of a byte or less: see kv_format.py ───────────────────────────────────────────────────────────────────────
+
+#if OCTAVO_LEVEL >= 1
+OCTAVO_INLINE __m128i load_bytes(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+#if OCTAVO_LEVEL >= 2
+OCTAVO_INLINE f32x16 load_codes(const void* p) { return of_i8(load_bytes(p)); }
+#else
+OCTAVO_INLINE f32x16 load_codes(const void* p) {  // two loads that widen, where one would take a shift more
+  const __m128i* q = static_cast<const __m128i*>(p);
+  const __m128i high = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(static_cast<const char*>(p) + 8));
+  return to_float({_mm256_cvtepi8_epi32(_mm_loadl_epi64(q)), _mm256_cvtepi8_epi32(high)});
+}
+#endif
+OCTAVO_INLINE f32x16 load_e5m2(const void* p) { return of_f16(_mm256_slli_epi16(_mm256_cvtepi8_epi16(load_bytes(p)), 8)); }
+OCTAVO_INLINE f32x16 load_e4m3(const void* p) {  // times 2^-8: the sign, a zero, and the other bits
+  const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load_bytes(p)), 7);
+  return of_f16(_mm256_and_si256(wide, _mm256_set1_epi16(static_cast<int16_t>(0xbfff))));
+}
+OCTAVO_INLINE __m128i low_nibbles(__m128i bytes) { return _mm_and_si128(bytes, _mm_set1_epi8(15)); }
+OCTAVO_INLINE __m128i high_nibbles(__m128i bytes) { return low_nibbles(_mm_srli_epi16(bytes, 4)); }
+// table[nibble] of the low (or high) halves of sixteen bytes.
+OCTAVO_INLINE f32x16 load_low_nibbles(const void* p, const int8_t* table) {
+  return of_i8(_mm_shuffle_epi8(load_bytes(table), low_nibbles(load_bytes(p))));
+}
+OCTAVO_INLINE f32x16 load_high_nibbles(const void* p, const int8_t* table) {
+  return of_i8(_mm_shuffle_epi8(load_bytes(table), high_nibbles(load_bytes(p))));
+}
+// Negative where this bit of sixteen other bytes is set.
+OCTAVO_INLINE __m128i with_signs(__m128i sizes, const void* signs, int bit) {
+  const __m128i at = _mm_set1_epi8(static_cast<char>(1 << bit));
+  const __m128i minus = _mm_cmpeq_epi8(_mm_and_si128(load_bytes(signs), at), at);
+  return _mm_sub_epi8(_mm_xor_si128(sizes, minus), minus);
+}
+OCTAVO_INLINE f32x16 load_low_nibbles(const void* p, const int8_t* table, const void* signs, int bit) {
+  return of_i8(with_signs(_mm_shuffle_epi8(load_bytes(table), low_nibbles(load_bytes(p))), signs, bit));
+}
+OCTAVO_INLINE f32x16 load_high_nibbles(const void* p, const int8_t* table, const void* signs, int bit) {
+  return of_i8(with_signs(_mm_shuffle_epi8(load_bytes(table), high_nibbles(load_bytes(p))), signs, bit));
+}
+// table[nibble] of the low halves of eight bytes, then of the high halves.
+OCTAVO_INLINE f32x16 load_nibbles(const void* p, const int8_t* table) {
+  const __m128i bytes = _mm_loadl_epi64(static_cast<const __m128i*>(p));
+  return of_i8(_mm_shuffle_epi8(load_bytes(table), _mm_unpacklo_epi64(low_nibbles(bytes), high_nibbles(bytes))));
+}
+#else
+OCTAVO_INLINE uint8_t byte_at(const void* p, size_t i) { return static_cast<const uint8_t*>(p)[i]; }
+OCTAVO_INLINE f32x16 load_codes(const void* p) { return to_float(load_i8(p)); }
+OCTAVO_INLINE f32x16 load_e5m2(const void* p) { OCTAVO_LANEWISE(f32x16, float_of_f16(byte_at(p, i) << 8)); }
+OCTAVO_INLINE f32x16 load_e4m3(const void* p) {
+  OCTAVO_LANEWISE(f32x16, float_of_f16((byte_at(p, i) & 0x80u) << 8 | (byte_at(p, i) & 0x7fu) << 7));
+}
+OCTAVO_INLINE f32x16 load_low_nibbles(const void* p, const int8_t* table) {
+  OCTAVO_LANEWISE(f32x16, table[byte_at(p, i) & 15]);
+}
+OCTAVO_INLINE f32x16 load_high_nibbles(const void* p, const int8_t* table) {
+  OCTAVO_LANEWISE(f32x16, table[byte_at(p, i) >> 4]);
+}
+OCTAVO_INLINE int with_sign(int size, const void* signs, size_t i, int bit) {
+  return byte_at(signs, i) >> bit & 1 ? -size : size;
+}
+OCTAVO_INLINE f32x16 load_low_nibbles(const void* p, const int8_t* table, const void* signs, int bit) {
+  OCTAVO_LANEWISE(f32x16, static_cast<float>(with_sign(table[byte_at(p, i) & 15], signs, i, bit)));
+}
+OCTAVO_INLINE f32x16 load_high_nibbles(const void* p, const int8_t* table, const void* signs, int bit) {
+  OCTAVO_LANEWISE(f32x16, static_cast<float>(with_sign(table[byte_at(p, i) >> 4], signs, i, bit)));
+}
+OCTAVO_INLINE f32x16 load_nibbles(const void* p, const int8_t* table) {
+  OCTAVO_LANEWISE(f32x16, table[byte_at(p, i % 8) >> (i < 8 ? 0 : 4) & 15]);
+}
 #endif
 
 // ── the same for all ──────────────────────────────────────────────────────────────────────────────────────────────────

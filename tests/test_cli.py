@@ -79,13 +79,14 @@ def test_every_option_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None
     options = (
         "--block-size 32 --max-num-seqs 3 --max-num-batched-tokens 77 --scheduling-policy priority "
         "--kv-cache-memory-bytes 1.5GiB --no-enable-prefix-caching --max-model-len 99 --seed 12 --num-threads 1 "
-        "--kv-cache-dtype fp32 --backend reference --temperature 0.5 --top-p 0.25 --top-k 7 --min-p 0.125 "
+        "--kv-cache-dtype fp8_e5m2 --kv-cache-dtype-skip-layers 0 --kv-cache-dtype-skip-layers 7 --backend reference "
+        "--temperature 0.5 --top-p 0.25 --top-k 7 --min-p 0.125 "
         "--presence-penalty 1 --frequency-penalty -1 --repetition-penalty 1.5 --stop end --stop halt --stop-token-ids "
         "4 --stop-token-ids 5 --include-stop-str-in-output --min-tokens 2 --max-tokens 9 --ignore-eos --logprobs 3 "
         "--prompt-logprobs 1 --logit-bias 42=-1.5 --logit-bias 7=2 --beam-width 6 --length-penalty 0.5"
     )
     config, params = what_would_load(monkeypatch, "generate", "m", "hello", *options.split())
-    assert config == EngineConfig(32, 3, 77, "priority", 3 << 29, False, 99, 12, 1, "fp32", "reference")
+    assert config == EngineConfig(32, 3, 77, "priority", 3 << 29, False, 99, 12, 1, "fp8_e5m2", "reference", (0, 7))
     assert params == SamplingParams(
         temperature=0.5,
         top_p=0.25,

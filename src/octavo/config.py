@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from octavo.errors import ConfigError
-from octavo.kv_format import ITEM_BYTES, MAX_BLOCK_SIZE, is_block_size
+from octavo.kv_format import ALIASES, KV_BITS, MAX_BLOCK_SIZE, is_block_size
 
+MAX_LAYERS = 1 << 16
 Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
 
 
@@ -56,7 +57,8 @@ class EngineConfig:
     max_model_len: longest prompt + answer; None takes the model's context length.
     seed: where requests without a seed of their own draw theirs from.
     num_threads: threads of the native kernels; None takes one for each available core.
-    kv_cache_dtype: "auto" stores keys and values in bf16.
+    kv_cache_dtype: what keys and values are stored as: auto (bf16), bf16, fp32, fp8 (fp8_e4m3), fp8_e5m2, int8, int4.
+    kv_cache_dtype_skip_layers: layer, from 0, that stays in bf16; may be given again.
     backend: "auto" and "cpu" run the native kernels, "reference" numpy in float32.
     swap_space: GiB of host memory for cached pages that leave the pool.
     kv_offload_dir: directory for cached pages that leave host memory, or that are saved; they survive a restart.
@@ -79,6 +81,7 @@ class EngineConfig:
     num_threads: int | None = None
     kv_cache_dtype: str = "auto"
     backend: str = "auto"
+    kv_cache_dtype_skip_layers: tuple[int, ...] = ()
     swap_space: float = 0.0
     kv_offload_dir: str | None = None
     kv_offload_space: float = 16.0
@@ -92,8 +95,11 @@ class EngineConfig:
         _integer("block_size", self.block_size, 1, MAX_BLOCK_SIZE)
         if not is_block_size(self.block_size):
             raise ConfigError("block_size", f"must be 4, 8 or a multiple of 16, got {self.block_size}")
-        if self.kv_cache_dtype not in ("auto", *ITEM_BYTES):
-            raise ConfigError("kv_cache_dtype", f"must be auto, {', '.join(ITEM_BYTES)}; got {self.kv_cache_dtype!r}")
+        if self.kv_cache_dtype not in (names := (*ALIASES, *KV_BITS)):
+            raise ConfigError("kv_cache_dtype", f"must be one of {', '.join(names)}; got {self.kv_cache_dtype!r}")
+        object.__setattr__(self, "kv_cache_dtype_skip_layers", tuple(self.kv_cache_dtype_skip_layers))
+        for layer in self.kv_cache_dtype_skip_layers:
+            _integer("kv_cache_dtype_skip_layers", layer, 0, MAX_LAYERS)
         if self.backend not in ("auto", "cpu", "reference"):
             raise ConfigError("backend", f"must be auto, cpu or reference; got {self.backend!r}")
         if self.scheduling_policy not in ("fcfs", "priority"):

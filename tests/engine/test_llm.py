@@ -534,6 +534,20 @@ def test_options_are_checked_by_name():
     assert engine_config({"block_size": 2000}).block_size == 2000
 
 
+def test_a_format_must_suit_the_model(make_llm):
+    for dtype in ("int3", "INT8", ""):
+        with pytest.raises(ConfigError, match=r"kv_cache_dtype: must be one of auto, fp8, bf16, .*int4; got"):
+            engine_config({"kv_cache_dtype": dtype})
+    with pytest.raises(ConfigError, match="int8 needs a head_dim in sixteens, and this model's is 8"):
+        make_llm(kv_cache_dtype="int8")
+    with pytest.raises(ConfigError, match="kv_cache_dtype_skip_layers: the model has 2 layers, not one 2"):
+        make_llm(kv_cache_dtype_skip_layers=(0, 2))
+    with pytest.raises(ConfigError, match="kv_cache_dtype_skip_layers: must be a whole number"):
+        make_llm(kv_cache_dtype_skip_layers=[-1])
+    mixed = make_llm(kv_cache_dtype="fp32", kv_cache_dtype_skip_layers=[1])
+    assert mixed.stats()["token_bytes"] == 2 * 2 * 8 * (4 + 2)
+
+
 def test_the_pool_leaves_room_for_the_model(make_llm, monkeypatch):
     page = make_llm().stats()["page_bytes"]
     monkeypatch.setattr(module, "available_memory", lambda: 150 * page)

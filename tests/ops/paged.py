@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from octavo.kv_format import ITEM_BYTES, KVFormat
-from octavo.ops import cpu
+from octavo.kv_format import KVFormat
+from octavo.ops import codes, cpu
 from octavo.ops.api import KVPool, StepInputs
-from octavo.ops.reference import ReferenceOps, from_bf16, kv_views, to_bf16
+from octavo.ops.reference import ReferenceOps
 
 LAYERS, LAYER = 3, 1
 BLOCK_SIZES = (4, 8, 16, 32, 48, 64, 128, 256, 640)
@@ -81,29 +81,33 @@ def pages_needed(pieces: list[Piece], block_size: int) -> int:
     return sum(-(-(p.start + p.count) // block_size) for p in pieces) + 2
 
 
+def fill(pool: KVPool, junk: float) -> None:
+    """Make every number of the pool `junk`; codes are any bits, their scales `junk`."""
+    for layer in range(pool.format.num_layers):
+        view = codes.views(pool, layer)
+        for part in (view.k, view.v, view.scales):
+            if part is not None and part.dtype != np.uint8:
+                value = np.full(1, junk, np.float32)
+                part[:] = value if part.dtype == np.float32 else codes.to_bf16(value)
+            elif part is not None:
+                part[:] = 0xA5
+
+
 def filled_pool(
     heads: Heads, pieces: list[Piece], sequences: list[np.ndarray], step: StepInputs, block_size: int, junk: float
 ) -> KVPool:
     """A reference pool with the pieces' keys and values where the step says; all else is `junk`, other layers too."""
     f = heads.format(block_size)
     pool = ReferenceOps().allocate_pages(f, pages_needed(pieces, block_size))
-    value = np.full(1, junk, np.float32)
-    item = to_bf16(value) if f.dtype == "bf16" else value
-    pool.data[:, : f.page_bytes // ITEM_BYTES[f.dtype] * ITEM_BYTES[f.dtype]].view(item.dtype)[:] = item
-    k_pages, v_pages = kv_views(pool, LAYER)
-    pair = k_pages.shape[-1]
+    fill(pool, junk)
     for s, piece in enumerate(pieces):
         end = piece.start + piece.count
         k, v = (
             part.reshape(end, heads.num_kv_heads, heads.dim)
             for part in np.split(sequences[piece.sequence][:end, heads.num_heads * heads.dim :], 2, axis=1)
         )
-        if f.dtype == "bf16":
-            k, v = to_bf16(k), to_bf16(v)
         index, slot = np.divmod(np.arange(end), block_size)
-        page = step.pages[step.page_start[s] + index]
-        k_pages[page, :, :, slot] = k.reshape(end, heads.num_kv_heads, heads.dim // pair, pair)
-        v_pages[page, :, slot // pair, :, slot % pair] = v
+        codes.write(pool, LAYER, step.pages[step.page_start[s] + index], slot, k, v)
     return pool
 
 
@@ -148,12 +152,7 @@ def attend(
 
 
 def stored(pool: KVPool, step: StepInputs, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and values in all slots of slice `index` as float32, [num_slots, num_kv_heads, dim]."""
-    f = pool.format
+    """Keys and values in all slots of slice `index` as float32, [num_slots, num_kv_heads, dim]; codes stay turned."""
     pages = step.pages[step.page_start[index] : step.page_start[index + 1]]
-    k, v = (part[pages] for part in kv_views(pool, LAYER))
-    if f.dtype == "bf16":
-        k, v = from_bf16(k), from_bf16(v)
-    k = k.transpose(0, 3, 1, 2, 4).reshape(-1, f.num_kv_heads, f.head_dim)
-    v = v.transpose(0, 2, 4, 1, 3).reshape(-1, f.num_kv_heads, f.head_dim)
-    return k, v
+    k, v = codes.read(pool, LAYER, pages)
+    return k.transpose(1, 0, 2), v.transpose(1, 0, 2)

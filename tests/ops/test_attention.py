@@ -31,7 +31,7 @@ from .paged import (
 )
 
 TOLERANCE = 1e-5
-DTYPES = ("bf16", "fp32")
+DTYPES = ("bf16", "fp32", "int8", "fp8_e4m3", "fp8_e5m2", "int4")
 WINDOWS = (None, 1, 8, 15, 16, 17, 100, 4096)
 
 SHAPES = [(16, 1), (64, 3), (80, 4), (96, 8), (128, 3), (256, 1), (32, 7), (16, 49)]

@@ -8,7 +8,8 @@ import pytest
 from octavo import _native
 from octavo.ops import cpu
 from octavo.ops.api import KVPool, StepInputs
-from octavo.ops.reference import ReferenceOps, from_bf16, to_bf16
+from octavo.ops.codes import decode, encode, from_bf16, to_bf16, turn
+from octavo.ops.reference import ReferenceOps
 
 from .paged import (
     BLOCK_SIZES,
@@ -28,6 +29,7 @@ from .paged import (
 TOLERANCE = 2e-6
 """Of numbers about 1 … 5: two or three roundings."""
 
+DTYPES = ("bf16", "fp32", "int8", "fp8_e4m3", "fp8_e5m2", "int4")
 SHAPES = [(16, 1), (64, 3), (80, 4), (96, 8), (128, 2), (256, 1)]
 PIECES = [Piece(0, 0, 70), Piece(1, 63, 1), Piece(1, 100, 37), Piece(0, 255, 1)]
 
@@ -38,8 +40,15 @@ def tables(ops: cpu.CpuOps | ReferenceOps, dim: int):
 
 def junk_pool(heads: Heads, block_size: int) -> KVPool:
     pool = ReferenceOps().allocate_pages(heads.format(block_size), pages_needed(PIECES, block_size))
-    pool.data[:] = 0xFF  # NaN in both formats
+    pool.data[:] = 0xFF  # NaN, or codes with scales of NaN
     return pool
+
+
+def as_stored(dtype: str, part: int, heads: np.ndarray) -> np.ndarray:
+    """What pages give back of keys (part 0) or values."""
+    if dtype == "fp32":
+        return heads
+    return from_bf16(to_bf16(heads)) if dtype == "bf16" else decode(dtype, part, *encode(dtype, part, turn(heads)))
 
 
 def norms(dim: int) -> tuple[np.ndarray, np.ndarray]:
@@ -63,7 +72,7 @@ def run(
 
 
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("dim", "group"), SHAPES)
 def test_rows_and_pages_match_the_reference(make_ops: MakeOps, dim: int, group: int, dtype: str, normed: bool) -> None:
     heads = Heads(2, group, dim, dtype)
@@ -76,21 +85,21 @@ def test_rows_and_pages_match_the_reference(make_ops: MakeOps, dim: int, group: 
         np.testing.assert_allclose(rows, wanted, rtol=0, atol=TOLERANCE * np.abs(wanted).max())
         np.testing.assert_array_equal(rows[:, -heads.num_kv_heads * dim :], qkv[:, -heads.num_kv_heads * dim :])
 
-        in_pages = from_bf16(to_bf16(rows)) if dtype == "bf16" else rows
-        keys_and_values = np.split(in_pages[:, heads.num_heads * dim :], 2, axis=1)
+        keys_and_values = np.split(rows[:, heads.num_heads * dim :], 2, axis=1)
         for s, piece in enumerate(PIECES):
             end = piece.start + piece.count
-            for got, row in zip(stored(pool, step, s), keys_and_values, strict=True):
+            for part, (got, row) in enumerate(zip(stored(pool, step, s), keys_and_values, strict=True)):
                 want = row[step.row_start[s] : step.row_start[s + 1]].reshape(piece.count, heads.num_kv_heads, dim)
+                want = as_stored(dtype, part, want)
                 np.testing.assert_array_equal(got[piece.start : end], want)
                 assert np.isnan(got[: piece.start]).all() and np.isnan(got[end:]).all()
         other_pages = np.delete(pool.data, step.pages, axis=0)
-        layer = slice(LAYER * pool.format.layer_bytes, (LAYER + 1) * pool.format.layer_bytes)
+        layer = slice(pool.format.k_offset(LAYER), pool.format.k_offset(LAYER + 1))
         other_layers = np.delete(pool.data, layer, axis=1)
         assert (other_pages == 0xFF).all() and (other_layers == 0xFF).all()
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_keys_and_values_before_write_start_stay(make_ops: MakeOps, block_size: int, dtype: str) -> None:
     """They lie in pages that others hold; the rows themselves are rotated all the same."""
@@ -110,7 +119,7 @@ def test_keys_and_values_before_write_start_stay(make_ops: MakeOps, block_size: 
             assert not np.isnan(got[first:end]).any()
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_one_result(make_ops: MakeOps, dtype: str) -> None:
     """Alone or among others, for any number of threads."""
     heads = Heads(2, 3, 80, dtype)
@@ -179,7 +188,7 @@ def test_what_cannot_be_computed_is_refused(make_ops: MakeOps) -> None:
         ops.rope_write(qkv, LAYER, 5, pool, tables(ops, 32), step)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_page_is_copied_whole(make_ops: MakeOps, dtype: str) -> None:
     """All layers, and nothing else; a page onto itself is left as it is."""
     heads, ops = Heads(3, 1, 16, dtype), make_ops()

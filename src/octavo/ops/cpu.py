@@ -116,8 +116,9 @@ class CpuOps:
                 f"the cpu kernels need a head_dim that is a multiple of 16, at most 256; "
                 f"this model's is {format.head_dim}: use backend='reference'",
             )
-        shape = (format.num_layers, format.num_kv_heads, format.head_dim, format.block_size)
-        return KVPool(format, _native.Pages(num_pages, format.page_bytes, *shape, format.dtype == "bf16"))
+        layers = [(format.k_offset(layer), format.layer_dtype(layer)) for layer in range(format.num_layers)]
+        shape = (format.num_kv_heads, format.head_dim, format.block_size)
+        return KVPool(format, _native.Pages(num_pages, format.page_bytes, *shape, layers))
 
     def compiled(self, forward: Forward) -> Forward:
         """Native calls cost some microseconds each from Python, and a step of one row makes hundreds that take ten."""

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from octavo.kv_format import ITEM_BYTES, KVFormat
+from octavo.kv_format import KVFormat
+from octavo.ops import codes
 from octavo.ops.api import Bytes, Draws, Floats, Footprint, Forward, Ints, KVPool, Scores, StepInputs, Weight
 
 BLOCK_ROWS = 8
@@ -42,17 +42,6 @@ class RopeTable(NamedTuple):
     sin: Floats
 
 
-def to_bf16(values: Floats) -> NDArray[np.uint16]:
-    """The nearest bf16, ties to even; a NaN stays a NaN."""
-    bits = values.astype(np.float32).view(np.uint32)
-    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-    return np.where(np.isnan(values), bits >> 16 | 0x40, rounded).astype(np.uint16)
-
-
-def from_bf16(bits: NDArray[np.uint16]) -> Floats:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
 def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
     """x / sqrt(mean(x²) + eps) · weight, over the last axis (Zhang and Sennrich, 2019)."""
     scale = 1 / np.sqrt(np.mean(np.square(x, dtype=np.float64), axis=-1, keepdims=True) + eps)
@@ -64,24 +53,6 @@ def rows_agree(matrix: Floats) -> bool:
     row = np.random.default_rng(0).standard_normal(matrix.shape[1], np.float32)
     products = np.tile(row, (BLOCK_ROWS, 1)) @ matrix.T
     return bool((products == products[0]).all())
-
-
-def kv_views(pool: KVPool, layer: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """K as [page, head, head_dim / pair, slot, pair] and V as [page, head, slot / pair, head_dim, pair], in place.
-
-    bf16 has pairs of 2 (as uint16), fp32 of 1.
-    """
-    f = pool.format
-    dtype, pair = (np.uint16, 2) if f.dtype == "bf16" else (np.float32, 1)
-    size = f.num_kv_heads * f.head_bytes
-    items = pool.data[:, : f.page_bytes // ITEM_BYTES[f.dtype] * ITEM_BYTES[f.dtype]].view(dtype)
-    k_start, v_start, size = (n // ITEM_BYTES[f.dtype] for n in (f.k_offset(layer, 0), f.v_offset(layer, 0), size))
-    k = items[:, k_start : k_start + size]
-    v = items[:, v_start : v_start + size]
-    return (
-        k.reshape(len(k), f.num_kv_heads, f.head_dim // pair, f.block_size, pair),
-        v.reshape(len(v), f.num_kv_heads, f.block_size // pair, f.head_dim, pair),
-    )
 
 
 class ReferenceOps:
@@ -162,11 +133,7 @@ class ReferenceOps:
         written = step.positions >= step.write_start[slice_of_row]
         page_index, slot = np.divmod(step.positions[written], f.block_size)
         page = step.pages[step.page_start[slice_of_row[written]] + page_index]
-        keys, values = (to_bf16(part[written]) if f.dtype == "bf16" else part[written] for part in (k, v))
-        k_pages, v_pages = kv_views(pool, layer)
-        pair = k_pages.shape[-1]
-        k_pages[page, :, :, slot] = keys.reshape(len(keys), f.num_kv_heads, f.head_dim // pair, pair)
-        v_pages[page, :, slot // pair, :, slot % pair] = values
+        codes.write(pool, layer, page, slot, k[written], v[written])
 
     def attention(
         self, qkv: Floats, layer: int, num_heads: int, pool: KVPool, step: StepInputs, window: int | None = None
@@ -174,22 +141,20 @@ class ReferenceOps:
         f = pool.format
         q = qkv[:, : num_heads * f.head_dim].reshape(len(qkv), f.num_kv_heads, -1, f.head_dim)
         out = np.empty_like(q)
-        k_pages, v_pages = kv_views(pool, layer)
+        if f.is_scaled(layer):
+            q = codes.turn(q)
         for s in range(len(step.write_start)):
             rows = range(step.row_start[s], step.row_start[s + 1])
             pages = step.pages[step.page_start[s] : step.page_start[s + 1]]
             pages = pages[: f.num_pages(int(step.positions[rows[-1]]) + 1)]
-            k = k_pages[pages].transpose(1, 0, 3, 2, 4).reshape(f.num_kv_heads, -1, f.head_dim)
-            v = v_pages[pages].transpose(1, 0, 2, 4, 3).reshape(f.num_kv_heads, -1, f.head_dim)
-            if f.dtype == "bf16":
-                k, v = from_bf16(k), from_bf16(v)
+            k, v = codes.read(pool, layer, pages)
             for row in rows:
                 end = int(step.positions[row]) + 1
                 seen = slice(0 if window is None else max(0, end - window), end)
                 scores = q[row] @ k[:, seen].transpose(0, 2, 1) * np.float32(f.head_dim**-0.5)
                 weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
                 out[row] = weights @ v[:, seen] / weights.sum(axis=-1, keepdims=True)
-        return out.reshape(len(qkv), -1)
+        return (codes.turn_back(out) if f.is_scaled(layer) else out).reshape(len(qkv), -1)
 
     def add_linear(self, x: Floats, inputs: Floats, weight: Linear) -> None:
         x += self._project(inputs, weight)
