@@ -33,6 +33,7 @@ def make_engine(
     kv_quota: float = 1.0,
     max_pinned_fraction: float = 0.5,
     moves: Mapping[str, int] | None = None,
+    executor: type[TokenExecutor] = TokenExecutor,
     **options: int,
 ) -> EngineCore:
     """`moves` are the token executor's ways with moves."""
@@ -54,7 +55,7 @@ def make_engine(
         max_pinned_fraction=max_pinned_fraction,
     )
     scheduler = Scheduler(config, cache, max_model_len=max_model_len, vocab_size=vocab_size, eos_token_ids=eos)
-    return EngineCore(scheduler, TokenExecutor(num_pages, block_size, vocab_size, **(moves or {})), audit=True)
+    return EngineCore(scheduler, executor(num_pages, block_size, vocab_size, **(moves or {})), audit=True)
 
 
 def executor_of(engine: EngineCore) -> TokenExecutor:

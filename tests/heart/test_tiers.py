@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from array import array
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
 from octavo.cache.invariants import check
 from octavo.cache.manager import Admission, CacheManager, Wait
+from octavo.cache.pages import PagePool
 from octavo.cache.tiers import AHEAD, Costs
-from octavo.engine.core import EngineCore
-from octavo.types import AwaitMove, CopyPage, Moved, MovePage, PageLabel, Place, Request, SamplingParams, Tier
+from octavo.engine.core import MAX_LOST_STEPS, EngineCore
+from octavo.errors import PinRefused
+from octavo.types import (
+    AwaitMove,
+    CopyPage,
+    Moved,
+    MovePage,
+    PageLabel,
+    Place,
+    Request,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    Tier,
+)
 from tests.heart.engines import executor_of, expected, make_engine, run, tokens_of
 
 BLOCK = 4
@@ -190,6 +206,76 @@ def test_a_failed_copy_is_a_miss() -> None:
     assert engine.cache.tiers.stats.moves_failed >= 1
 
 
+def test_a_tier_that_takes_nothing_keeps_nobody_busy() -> None:
+    engine = make_engine(10, host_pages=40, disk_pages=40, moves={"delay": 1, "fail_every": 1})
+    for number in range(20):
+        request = Request(str(number), [number, *range(8)], greedy(3), session_id="talk")
+        assert tokens_of(run(engine, [request], max_steps=200)[request.request_id][0]) == expected(engine, request)
+    engine.close()
+
+
+def forget(plan: StepPlan) -> StepResult:
+    """Break off before anything of a plan is begun."""
+    raise KeyboardInterrupt
+
+
+def test_moves_that_a_broken_step_never_began_are_not_waited_for() -> None:
+    engine = make_engine(10, host_pages=40, moves={"delay": 1})
+    run(engine, [Request("first", conversation(24), greedy(1))])
+    fill(engine, 8)
+    executor, execute = executor_of(engine), executor_of(engine).execute
+    engine.add(Request("again", conversation(24), greedy(1)))
+    executor.execute = forget  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert engine.cache.tiers.loads
+    executor.execute = execute  # type: ignore[method-assign]
+    request = Request("once more", conversation(24), greedy(3))
+    assert tokens_of(run(engine, [request], max_steps=100)["once more"][0]) == expected(engine, request)
+    engine.close()
+
+
+def test_moves_that_end_in_a_step_that_is_lost_have_ended() -> None:
+    engine = make_engine(10, host_pages=40, moves={"delay": 0})
+    executor, execute = executor_of(engine), executor_of(engine).execute
+
+    def moves_only(plan: StepPlan) -> StepResult:
+        if plan.slices:
+            raise RuntimeError
+        return execute(plan)
+
+    run(engine, [Request("first", conversation(24), greedy(1))])
+    fill(engine, 8)
+    executor.execute = moves_only  # type: ignore[method-assign]
+    for number in range(MAX_LOST_STEPS - 1):
+        engine.add(Request(str(number), [1], greedy(1)))
+        engine.step(broke=lambda request_id, error: None)
+    engine.add(Request("again", conversation(24), greedy(1)))
+    engine.add(Request("other", [1], greedy(1)))
+    with pytest.raises(RuntimeError):
+        engine.step(broke=lambda request_id, error: None)
+    assert engine.cache.tiers.loads
+    executor.execute = execute  # type: ignore[method-assign]
+    for _ in range(100):
+        engine.step()
+    assert not engine.has_work
+    engine.close()
+
+
+@pytest.mark.parametrize("params", [{"n": 4, "temperature": 1.0, "seed": 1}, {"use_beam_search": True}])
+def test_no_more_run_than_may_when_pages_have_come_back(params: dict[str, Any]) -> None:
+    engine = make_engine(24, host_pages=40, moves={"delay": 3}, max_num_seqs=3)
+    run(engine, [Request(f"first {n}", [n, *conversation(24)], greedy(1)) for n in range(2)])
+    fill(engine, 16)
+    requests = [Request(f"again {n}", [n, *conversation(24)], greedy(8)) for n in range(2)]
+    many = Request("many", [1, 2, 3], SamplingParams(max_tokens=9, ignore_eos=True, **params))
+    outputs = run(engine, [many, *requests])
+    assert any(target is Tier.DEVICE for _, target in engine.cache.tiers.stats.moved)
+    assert all(len(plan.slices) <= 3 for plan in executor_of(engine).plans)
+    for request in requests:
+        assert tokens_of(outputs[request.request_id][0]) == expected(engine, request)
+
+
 # ── order, by page ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -262,6 +348,23 @@ def test_what_is_read_by_a_copy_is_awaited_before_it_is_written() -> None:
     ]
 
 
+def test_what_is_computed_while_it_comes_back_outlives_what_is_below_it() -> None:
+    """And the load was for somebody who is gone."""
+    kv = Cache(8, host=8)
+    kv.ask(prompt(1, 2))
+    kv.ask(prompt(2, 8))
+    wanted = kv.cache.admit(prompt(1, 2), ("",))
+    assert isinstance(wanted, Admission) and wanted.table.load is not None
+    other = kv.cache.admit(prompt(1, 1), ("",), use_cache=False)
+    assert isinstance(other, Admission)
+    kv.cache.commit(other.table, prompt(1, 1), BLOCK)
+    kv.cache.release(wanted.table)
+    kv.cache.release(other.table)
+    kv.settle()
+    head, tail = (places[0].page for places in kv.pages(prompt(1, 2)))
+    assert kv.cache.pool.eviction_order()[-2:] == [tail, head]
+
+
 def test_nothing_is_moved_for_an_admission_that_fails() -> None:
     kv = Cache(4, host=4)
     kv.ask(prompt(1, 2))
@@ -294,6 +397,24 @@ def test_a_lower_tier_forgets_no_page_that_others_are_found_by() -> None:
     kv.cache.tiers.release(Place(Tier.HOST, root.places[Tier.HOST]))
     kv.ask(prompt(3, 1))
     assert kv.pages(prompt(1, 3)) and kv.pages(prompt(1, 3))[0]
+
+
+def test_room_below_is_found_without_going_through_all_ancestors_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads come to a disk before their tails, and only tails can be forgotten. Counted: pages that are looked at."""
+    kv = Cache(32, disk=256)
+    looks, coldest = 0, PagePool.coldest
+
+    def counting(pool: PagePool, now: float) -> int:
+        nonlocal looks
+        looks += pool is kv.cache.tiers.pools[Tier.DISK]
+        return coldest(pool, now)
+
+    monkeypatch.setattr(PagePool, "coldest", counting)
+    for number in range(100):
+        kv.ask(prompt(number, 32))
+    dropped = kv.cache.tiers.stats.pages_dropped
+    assert dropped > 2000
+    assert looks < 3 * dropped
 
 
 @pytest.mark.parametrize("session", [None, "talk"])
@@ -467,6 +588,47 @@ def test_a_pin_takes_in_what_comes_later() -> None:
     check(kv.cache)
 
 
+def test_a_pin_that_is_refused_leaves_the_one_before() -> None:
+    kv = Cache(8, max_pinned_fraction=0.5)
+    kv.ask(prompt(1, 3), session="a")
+    sessions = kv.cache.sessions
+    talk = sessions.get("", "a")
+    sessions.pin(talk, 10.0)
+    sessions.pin(talk, 20.0)
+    kv.ask(prompt(1, 3) + prompt(2, 2), session="a")
+    with pytest.raises(PinRefused, match="5 pages and the 0 that"):
+        sessions.pin(talk, 30.0)
+    assert sessions.num_pinned[Tier.DEVICE] == 4 and sessions.info(talk).pinned_s == 20.0
+    kv.ask(prompt(3, 4), session="a")  # what it no longer needs leaves room for what it does
+    assert {*talk.pins} == {place for [place] in kv.pages(prompt(3, 4))}
+    check(kv.cache)
+
+
+def test_a_pin_holds_pages_that_are_yet_to_come() -> None:
+    kv = Cache(8)
+    kv.ask(prompt(1, 1), session="a")
+    kv.ask(prompt(2, 8))
+    talk = kv.cache.sessions.get("", "a")
+    kv.cache.sessions.pin(talk, 10.0)
+    assert kv.cache.sessions.info(talk).pages == (0, 0, 0) and kv.cache.sessions.info(talk).pinned_s == 10.0
+    kv.ask(prompt(1, 2), session="a")
+    assert kv.cache.sessions.num_pinned[Tier.DEVICE] == 2
+
+
+def test_a_session_holds_on_to_no_page_that_is_forgotten() -> None:
+    kv = Cache(4, session_ttl=100.0)
+    kv.ask(prompt(1, 1) + prompt(2, 3), session="a")
+    kv.ask(prompt(1, 1) + prompt(3, 2), session="b")
+    talk = kv.cache.sessions.get("", "a")
+    assert kv.cache.sessions.info(talk).pages == (2, 0, 0)
+    assert talk.leaf is not None and talk.leaf.tokens == tuple(prompt(2))
+    check(kv.cache)
+    kv.ask(prompt(4, 4))
+    assert talk.leaf is None and kv.cache.sessions.info(talk).pages == (0, 0, 0)
+    kv.ask(prompt(1, 4), session="a")
+    assert kv.cache.sessions.info(talk).pages == (4, 0, 0)
+
+
 def test_pins_give_way_to_a_request_that_could_not_run() -> None:
     engine = make_engine(8, max_pinned_fraction=0.5)
     run(engine, [Request("first", conversation(15), greedy(1), session_id="talk")])
@@ -486,6 +648,20 @@ def test_a_tenant_keeps_no_more_idle_pages_than_its_quota() -> None:
     assert [place.tier for [place, *_] in kv.pages(prompt(0, 2), "greedy")] == [Tier.HOST] * 2
     assert kv.ask(prompt(0, 2), tenant="greedy") == 2 * BLOCK - 1
     check(kv.cache)
+
+
+def test_a_quota_is_the_owners_whoever_asked_last() -> None:
+    kv = Cache(16, host=16, kv_quota=0.25)
+    first = kv.cache.admit(prompt(1, 6), owner="x")
+    assert isinstance(first, Admission)
+    kv.cache.commit(first.table, prompt(1, 6), 6 * BLOCK)
+    second = kv.cache.admit(prompt(1, 6), owner="y")
+    assert isinstance(second, Admission)
+    kv.cache.release(first.table)
+    kv.cache.release(second.table)
+    assert kv.cache.busy
+    kv.settle()
+    assert kv.cache.pool.num_cached == 4 and not kv.cache.busy
 
 
 # ── save and restore ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -519,11 +695,30 @@ def test_records_that_say_what_is_not_so_are_left_out() -> None:
         label._replace(tokens=(9,) * BLOCK),
         label._replace(digest=b"0" * 32),
         label._replace(parent=b"1" * 32),
+        _labelled(label.parent, (1, 1)),
+        _labelled(label.parent, (1,) * 2 * BLOCK),
     ):
         again = Cache(12, disk=12)
         again.cache.restore([*labels[:1], (record, bad), *labels[2:], (11, labels[0][1]), (99, label)])
         check(again.cache)
+        assert again.ask(prompt(1, 1) + array("i", [1, 1])) == BLOCK
         assert again.ask(prompt(1, 3)) == BLOCK
+
+
+def _labelled(parent: bytes, tokens: tuple[int, ...]) -> PageLabel:
+    return PageLabel(hashlib.sha256(parent + array("i", tokens).tobytes()).digest(), parent, tokens)
+
+
+def test_pages_found_again_count_for_the_quota_of_who_asks_for_them() -> None:
+    kv = Cache(12, disk=12)
+    kv.ask(prompt(1, 6), tenant="x")
+    kv.cache.tiers.save()
+    kv.settle()
+    again = Cache(16, disk=12, kv_quota=0.25)
+    again.cache.restore(sorted(kv.labels.items()))
+    assert again.ask(prompt(1, 6), tenant="x") == 6 * BLOCK - 1
+    assert again.cache.pool.num_cached == 4
+    assert {again.cache.index.node_of(page).owner for page in again.cache.index.pages()} == {"x"}
 
 
 def test_a_save_larger_than_the_disk_says_what_is_missing() -> None:

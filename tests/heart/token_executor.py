@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from octavo.types import (
     AwaitMove,
@@ -21,6 +21,8 @@ from octavo.types import (
     Draw,
     Moved,
     MovePage,
+    PageLabel,
+    PageOp,
     Place,
     Sampled,
     Slice,
@@ -50,6 +52,7 @@ class TokenExecutor:
         self.vocab_size = vocab_size
         self.seed = seed
         self.contents: dict[Place, Content] = {}
+        self.labels: dict[int, PageLabel] = {}  # of what lies on disk
         self.num_computed = 0
         self.plans: list[StepPlan] = []
         self.delay, self.random_delay, self.fail_every = delay, random_delay, fail_every
@@ -59,9 +62,8 @@ class TokenExecutor:
         self._under_way: deque[tuple[MovePage, int]] = deque()
         self._ended: list[Moved] = []
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        self.plans.append(plan)
-        for op in plan.page_ops:
+    def begin(self, page_ops: Iterable[PageOp]) -> None:
+        for op in page_ops:
             match op:
                 case CopyPage(src, dst):
                     self.contents[Place(Tier.DEVICE, dst)] = list(self.page(src))
@@ -72,6 +74,10 @@ class TokenExecutor:
                 case AwaitMove(number):
                     while any(move.number == number for move, _ in self._under_way):
                         self._end_move()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        self.begin(plan.page_ops)
         for piece in plan.slices:
             for offset, token in enumerate(piece.token_ids):
                 position = piece.start + offset
@@ -100,6 +106,10 @@ class TokenExecutor:
         self.num_moves += 1
         ok = not self.fail_every or self.num_moves % self.fail_every != 0
         self.contents[move.target] = list(self.contents[move.source]) if ok else [(-1, -1)] * self.block_size
+        if move.label is not None:
+            self.labels.pop(move.target.page, None)
+            if ok:
+                self.labels[move.target.page] = move.label
         self._ended.append(Moved(move.number, ok, MOVE_S))
 
     def read(self, piece: Slice) -> list[int]:

@@ -312,26 +312,30 @@ def can_plot() -> bool:
 
 
 def draw(configurations: dict[str, Any], path: Path) -> None:
-    """A PNG: times to first token, hit rates and what lies idle, by hour."""
+    """A PNG: times to first token, hit rates, and what lies idle and where, by hour."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (first, hits, idle) = pyplot.subplots(1, 3, figsize=(15, 4))
+    figure, (first, hits, idle) = pyplot.subplots(1, 3, figsize=(15, 4.5))
     for name in (name for name in ABOUT if name in configurations):
         hours = [of for of in configurations[name]["hours"] if of["ttft_s"]]
         x = [of["hour"] for of in hours]
         [line] = first.plot(x, [of["ttft_s"]["median"] for of in hours], "o-", label=f"{name}, median")
         first.plot(x, [of["ttft_s"]["p99"] for of in hours], "^--", color=line.get_color(), label=f"{name}, p99")
         hits.plot(x, [of["hit_rate"] for of in hours], "o-", label=name)
-        idle.plot(x, [of["held_in_pools"] for of in hours], "o-", label=name)
+    idle.plot(x, [of["held_in_pools"] for of in hours], "o-", color="black", label="what conversations hold")
+    for tier in hours[-1]["pages"]:
+        kept = [sum(of["pages"][tier].values()) - of["pages"][tier]["free"] for of in hours]
+        pool = sum(hours[-1]["pages"]["device"].values())
+        idle.plot(x, [pages / pool for pages in kept], ".--", label=f"{name}: pages on the {tier} tier")
     first.set(ylabel="time to first token, s", yscale="log")
-    hits.set(ylabel="share of prompts found", ylim=(0, 1))
-    idle.set(ylabel="what conversations hold / the pool", ylim=(0, None))
+    hits.set(ylabel="share of prompts found", ylim=(-0.02, 1))
+    idle.set(ylabel="times the pool", ylim=(0, None))
     for panel in (first, hits, idle):
         panel.set(xlabel="hour", xticks=range(1, len(hours) + 1))
-        panel.legend()
+        panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3 if panel is first else 2)
     figure.tight_layout()
     figure.savefig(path, dpi=100)
     pyplot.close(figure)

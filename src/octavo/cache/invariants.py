@@ -29,6 +29,7 @@ def check(manager: CacheManager) -> None:
             _expect(pool.refs(page) == 0, f"page {page} is held and its parent is not")
             (kept, since), (parent_kept, parent_since) = pool.released(page), pool.released(parent.page)
             _expect(since < parent_since and kept <= parent_kept, f"page {parent.page} would go before page {page}")
+    _check_sessions(manager)
     for table in manager.tables:
         _expect(len(set(table.pages)) == len(table.pages), "a table names a page twice")
         last = table.pages[table.num_indexed - 1] if table.num_indexed else -1
@@ -62,6 +63,18 @@ def _check_tier(manager: CacheManager, tier: Tier) -> None:
         _expect(
             len(parent.ordered) == len(parent.children), f"the children above {tier.name} page {page} are not in order"
         )
+
+
+def _check_sessions(manager: CacheManager) -> None:
+    sessions, tiers = manager.sessions, manager.tiers
+    nodes = {index.node_of(page, tier) for index in [manager.index] for tier in Tier for page in index.pages(tier)}
+    paths = Counter(node for session in sessions for node in sessions.path(session))
+    for node in nodes:
+        _expect(node.num_sessions == paths[node], f"a page counts {node.num_sessions} sessions of {paths[node]}")
+    _expect(paths.keys() <= nodes | {move.node for move in tiers.moves.values()}, "a session holds on to a lost page")
+    pins = Counter(place for session in sessions for place in session.pins)
+    _expect(pins == sessions.pins, "pins are not those of the sessions")
+    _expect(sessions.num_pinned == [sum(place.tier is tier for place in pins) for tier in Tier], "pins are miscounted")
 
 
 def _held(manager: CacheManager) -> Iterator[Place]:

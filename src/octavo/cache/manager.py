@@ -17,7 +17,7 @@ from octavo.cache.pages import PagePool
 from octavo.cache.prefix import NOWHERE, Node, PrefixIndex, Tokens, on_its_way
 from octavo.cache.sessions import Session, Sessions
 from octavo.cache.tiers import Costs, Tiers
-from octavo.types import CopyPage, Moved, PageLabel, PageOp, Place, Tier
+from octavo.types import AwaitMove, CopyPage, Moved, PageLabel, PageOp, Place, Tier
 
 
 class Admission(NamedTuple):
@@ -107,8 +107,9 @@ class CacheManager:
 
     @property
     def busy(self) -> bool:
-        """Whether copies are to be made or under way."""
-        return bool(self.tiers.moves or self.tiers.page_ops or self.tiers.to_save)
+        """Whether pages are to be moved, or copies are under way."""
+        tiers = self.tiers
+        return bool(tiers.moves or tiers.page_ops or tiers.to_save or tiers.over_quota)
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens of one sequence."""
@@ -141,8 +142,17 @@ class CacheManager:
         """Take the ends of copies in."""
         self.tiers.ended(moved)
 
+    def lost(self) -> None:
+        """No copy is under way: those that have not ended were never begun, since a step broke off, and have failed."""
+        self.tiers.ended([Moved(number, False) for number in self.tiers.moves])
+
+    def broke_off(self, page_ops: Iterable[PageOp]) -> None:
+        """These may not have been carried out: what would be written next is still awaited."""
+        self.tiers.page_ops[:0] = [op for op in page_ops if isinstance(op, AwaitMove)]
+
     def take_page_ops(self) -> list[PageOp]:
         """What must be done to pages, in this order, before the next forward pass, and what may be done meanwhile."""
+        self.tiers.hold_to_quota()
         self.tiers.ahead()
         ops, self.tiers.page_ops = self.tiers.page_ops, []
         return ops
@@ -263,6 +273,7 @@ class CacheManager:
             if child is None:
                 child = self.index.insert(node, key, Place(Tier.DEVICE, pages[at]), table.owner)
             elif child.page == NOWHERE:
+                child.owner = child.owner or table.owner
                 self.index.put(child, Place(Tier.DEVICE, pages[at]))
             elif child.page != pages[at]:
                 own, pages[at] = pages[at], child.page
@@ -298,7 +309,6 @@ class CacheManager:
             self._release(page)
         del self.tables[table]
         del table.pages[:]
-        self.tiers.hold_to_quota(table.owner)
 
     def drop_cached(self) -> int:
         """Let every cached page that nobody references leave the device tier; returns how many."""

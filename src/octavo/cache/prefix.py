@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 from octavo.types import PageLabel, Place, Tier
 
 if TYPE_CHECKING:
+    from octavo.cache.sessions import Session
     from octavo.cache.tiers import Load, Move
 
 Tokens = tuple[int, ...]
@@ -30,12 +31,13 @@ class Node:
     `children` finds an edge; `ordered` holds the same keys sorted, because the longest common beginning with any other
     page of tokens is then found beside the place where that page would stand. `promised` holds edges that a running
     sequence is about to add. `load` is bringing the page back to the device; `moves` copy it to tiers below.
-    `kept`: it was on the path of a session; `num_sessions`: of so many it is now. `owner`: the tenant who computed it.
+    `unmoved`: the last copy to a tier below failed. `kept`: it was on the path of a session; `num_sessions`: of so many
+    it is now; `sessions`: those that end here. `owner`: the tenant who computed it.
     """
 
     __slots__ = (
         *("__weakref__", "children", "digest", "kept", "load", "moves", "num_sessions", "ordered", "owner", "parent"),
-        *("places", "promised", "tokens"),
+        *("places", "promised", "sessions", "tokens", "unmoved"),
     )
 
     def __init__(self, parent: Node | None, tokens: Tokens, owner: str = "") -> None:
@@ -48,8 +50,10 @@ class Node:
         self.promised: set[Tokens] = set()
         self.load: Load | None = None
         self.moves: tuple[Move, ...] = ()
+        self.unmoved = False
         self.kept = False
         self.num_sessions = 0
+        self.sessions: dict[Session, None] | None = None
         self.digest: bytes | None = None
 
     @property
@@ -170,11 +174,23 @@ class PrefixIndex:
         return page
 
     def remove(self, node: Node) -> None:
-        """Forget a node that lies nowhere. It must have no children: descendants go before their ancestors."""
+        """Forget a node that lies nowhere; sessions end at its parent then.
+
+        It must have no children: descendants go before their ancestors.
+        """
         parent = node.parent
         assert parent is not None and not node.children, "a page is forgotten before its descendants"
         del parent.children[node.tokens]
         del parent.ordered[bisect_left(parent.ordered, node.tokens)]
+        for session in list(node.sessions or ()):
+            session.end_at(parent)
+
+    def by_depth(self) -> list[Node]:
+        """All nodes, ancestors before their descendants."""
+        found = [node for root in (*self._roots.values(), *self._restored.values()) for node in root.children.values()]
+        for node in found:
+            found += node.children.values()
+        return found
 
     # ── what survives a restart ──
 
@@ -192,7 +208,8 @@ class PrefixIndex:
     def restore(self, labels: Iterable[tuple[int, PageLabel]]) -> list[Node]:
         """Make records on disk findable, as soon as their root is asked for; ancestors come first in what is returned.
 
-        A record that says the same as another, or whose digest is not that of its path, is left out.
+        A record that says the same as another, whose digest is not that of its path, or that is not a whole page of
+        tokens is left out.
         """
         by_parent: dict[bytes, list[tuple[int, PageLabel]]] = {}
         for record, label in labels:
@@ -207,7 +224,8 @@ class PrefixIndex:
                 parent = ahead.pop()
                 for record, label in by_parent.get(parent.digest or b"", ()):
                     expected = hashlib.sha256(label.parent + array("i", label.tokens).tobytes()).digest()
-                    if label.digest == expected and label.tokens not in parent.children:
+                    whole = len(label.tokens) == self._block_size
+                    if whole and label.digest == expected and label.tokens not in parent.children:
                         node = self.insert(parent, label.tokens, Place(Tier.DISK, record))
                         node.digest = label.digest
                         nodes.append(node)

@@ -10,7 +10,9 @@ It never reads a clock, and what it says costs as much as the pages it speaks of
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from itertools import islice
+from math import inf
 
 from octavo.cache.prefix import Node
 from octavo.cache.tiers import Tiers
@@ -39,6 +41,16 @@ class Session:
         self.pins: list[Place] = []
         self.pinned_until = 0.0
 
+    def end_at(self, node: Node | None) -> None:
+        """The conversation ends at this node, or nowhere if that is a root."""
+        if self.leaf is not None and self.leaf.sessions is not None:
+            del self.leaf.sessions[self]
+            self.leaf.sessions = self.leaf.sessions or None
+        self.leaf = None if node is None or node.parent is None else node
+        if self.leaf is not None:
+            self.leaf.sessions = self.leaf.sessions or {}
+            self.leaf.sessions[self] = None
+
 
 class Sessions:
     """All sessions of all tenants, the one idle for longest first."""
@@ -47,12 +59,16 @@ class Sessions:
         self._tiers = tiers
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
         self._pinned: dict[Session, None] = {}
+        self._first_end = inf  # no pin ends earlier
         self.pins: Counter[Place] = Counter()
         self.num_pinned = [0] * len(Tier)
         self._budget = [int(pool.num_pages * max_pinned_fraction) for pool in tiers.pools]
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._sessions.values())
 
     # ── requests of a session ──
 
@@ -76,20 +92,21 @@ class Sessions:
         """The session's conversation now leads to `node`."""
         if not node.tokens or not self._known(session):
             return
-        before = set() if session.leaf is None else set(session.leaf.path())
+        before = set(self.path(session))
         for at in node.path():
             if at in before:
                 break
             at.kept = True
-        self._count(session, -1)
-        session.leaf = node
-        self._count(session, 1)
+        self._lead(session, node)
         if session in self._pinned:
             self._pin(session)
 
-    def _count(self, session: Session, change: int) -> None:
-        for node in session.leaf.path() if session.leaf is not None else ():
-            node.num_sessions += change
+    def _lead(self, session: Session, node: Node | None) -> None:
+        for at in self.path(session):
+            at.num_sessions -= 1
+        session.end_at(node)
+        for at in self.path(session):
+            at.num_sessions += 1
 
     # ── what an operator asks and does ──
 
@@ -124,19 +141,24 @@ class Sessions:
         )
 
     def pin(self, session: Session, ttl_s: float) -> None:
-        """Hold the session's pages, and those to come, for so long; 0 ends that. Raises PinRefused."""
-        self._unpin(session)
+        """Hold the session's pages, and those to come, for so long; 0 ends that.
+
+        Raises PinRefused, and leaves an earlier pin as it is.
+        """
         if ttl_s <= 0:
+            self._unpin(session)
             return
+        own = {place for place in session.pins if self.pins[place] == 1}
         for tier, pages in self._wanted(session).items():
-            more = sum(1 for page in pages if Place(tier, page) not in self.pins)
-            held = self.num_pinned[tier]
+            more = sum(1 for page in pages if (place := Place(tier, page)) in own or place not in self.pins)
+            held = self.num_pinned[tier] - sum(1 for place in own if place.tier is tier)
             if held + more > self._budget[tier]:
                 raise PinRefused(
                     f"the session's {more} pages and the {held} that are pinned exceed the {self._budget[tier]} of the "
                     f"{tier.name.lower()} tier that pins may hold: release other pins or raise --max-pinned-fraction"
                 )
         session.pinned_until = self._tiers.now + ttl_s
+        self._first_end = min(self._first_end, session.pinned_until)
         self._pin(session)
 
     def demote(self, session: Session) -> None:
@@ -149,7 +171,7 @@ class Sessions:
         """Forget the session, and its own idle pages on every tier."""
         self._unpin(session)
         own = [node for node in self.path(session) if node.num_sessions <= 1]
-        self._count(session, -1)
+        self._lead(session, None)
         del self._sessions[session.tenant, session.name]
         for node in own:
             if not self._idle(node):
@@ -158,8 +180,11 @@ class Sessions:
 
     def tick(self) -> None:
         """End pins whose time is over."""
+        if self._tiers.now < self._first_end:
+            return
         for session in [at for at in self._pinned if at.pinned_until <= self._tiers.now]:
             self._unpin(session)
+        self._first_end = min((session.pinned_until for session in self._pinned), default=inf)
 
     def yield_pin(self) -> bool:
         """End the pin that would end first, for a request that cannot run otherwise; False if there is none."""
@@ -172,9 +197,6 @@ class Sessions:
 
     def path(self, session: Session) -> list[Node]:
         """The session's pages, last first."""
-        while session.leaf is not None and not session.leaf.alive:
-            session.leaf.num_sessions -= 1
-            session.leaf = session.leaf.parent
         return [] if session.leaf is None else list(session.leaf.path())
 
     def _idle(self, node: Node) -> bool:
@@ -201,7 +223,7 @@ class Sessions:
         idle = (at for at in self._sessions.values() if not at.num_running)
         if len(self._sessions) > MAX_SESSIONS and (oldest := next(idle, None)) is not None:
             self._unpin(oldest)
-            self._count(oldest, -1)
+            self._lead(oldest, None)
             del self._sessions[oldest.tenant, oldest.name]
 
     def _wanted(self, session: Session) -> dict[Tier, list[int]]:
@@ -213,7 +235,7 @@ class Sessions:
 
     def _pin(self, session: Session) -> None:
         """Hold as many of the session's pages, the first first, as the budget allows."""
-        before, session.pins = session.pins, []
+        self._give_up(session)
         for node in reversed(self.path(session)):
             place = node.nearest
             if place is None:
@@ -222,7 +244,6 @@ class Sessions:
                 break
             self._hold(session, place)
         self._pinned[session] = None
-        self._give_up(before)
 
     def _hold(self, session: Session, place: Place) -> None:
         self._tiers.acquire(place)
@@ -231,11 +252,11 @@ class Sessions:
         session.pins.append(place)
 
     def _unpin(self, session: Session) -> None:
-        before, session.pins = session.pins, []
         self._pinned.pop(session, None)
-        self._give_up(before)
+        self._give_up(session)
 
-    def _give_up(self, places: list[Place]) -> None:
+    def _give_up(self, session: Session) -> None:
+        places, session.pins = session.pins, []
         for place in reversed(places):
             self.pins[place] -= 1
             if not self.pins[place]:

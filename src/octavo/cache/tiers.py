@@ -15,7 +15,7 @@ It never touches memory or files, reads no clock, and does not know requests.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -149,9 +149,9 @@ class Tiers:
         self._block_size = block_size
         self._next_number = 0
         self._quota = int(pools[Tier.DEVICE].num_pages * quota) if quota < 1 else None
-        self._idle: dict[
-            str, OrderedDict[int, None]
-        ] = {}  # with a quota: each owner's cached device pages, coldest first
+        # with a quota: each owner's cached device pages, coldest first, and who has too many of them
+        self._idle: dict[str, OrderedDict[int, None]] = {}
+        self.over_quota: dict[str, None] = {}
 
     # ── holders ──
 
@@ -160,22 +160,29 @@ class Tiers:
         node, pool = self.index.find(place), self.pools[place.tier]
         pool.release(place.page, findable=node is not None, kept=node is not None and node.kept, now=self.now)
         if self._quota is not None and node is not None and place.tier is Tier.DEVICE and not pool.refs(place.page):
-            self._idle.setdefault(node.owner, OrderedDict())[place.page] = None
+            idle = self._idle.setdefault(node.owner, OrderedDict())
+            idle[place.page] = None
+            if len(idle) > self._quota:
+                self.over_quota[node.owner] = None
 
     def acquire(self, place: Place) -> None:
         """One more holder of a findable page, or of one that is held."""
         self._not_idle(place)
         self.pools[place.tier].acquire(place.page)
 
-    def hold_to_quota(self, owner: str) -> None:
-        """Let the coldest idle pages of a tenant leave the device tier while they are more than its quota."""
-        idle = self._idle.get(owner, ())
-        while self._quota is not None and len(idle) > self._quota:
-            self.vacate(self.index.node_of(next(iter(idle))))
+    def hold_to_quota(self) -> None:
+        """Let the coldest idle pages of each tenant leave the device tier while they are more than its quota."""
+        while self.over_quota:
+            owner, _ = self.over_quota.popitem()
+            while self._quota is not None and len(idle := self._idle.get(owner, ())) > self._quota:
+                self.vacate(self.index.node_of(next(iter(idle))))
 
     def _not_idle(self, place: Place) -> None:
         if self._quota is not None and place.tier is Tier.DEVICE and (node := self.index.find(place)) is not None:
-            self._idle.get(node.owner, OrderedDict()).pop(place.page, None)
+            idle = self._idle.get(node.owner, OrderedDict())
+            idle.pop(place.page, None)
+            if not idle:
+                self._idle.pop(node.owner, None)
 
     # ── down ──
 
@@ -224,7 +231,10 @@ class Tiers:
         self.stats.pages_dropped += len(subtree)
 
     def ahead(self) -> None:
-        """Copy what is going to leave soon, so that it can leave at once; and what is to be saved."""
+        """Copy what is going to leave soon, so that it can leave at once; and what is to be saved.
+
+        What could not be copied is tried again when it must leave, and not before: a full disk keeps nobody busy.
+        """
         pools = self.pools
         for tier in (Tier.DEVICE, Tier.HOST):
             count = min(AHEAD, sum(pool.num_pages for pool in pools[tier + 1 :]) // 4)
@@ -234,7 +244,7 @@ class Tiers:
                 if len(self.moves) >= MAX_AHEAD_MOVES:
                     break
                 node = self.index.find(Place(tier, page))
-                if node is not None and not self._safe_below(node, tier):
+                if node is not None and not node.unmoved and not self._safe_below(node, tier):
                     self._begin_demotion(node, Place(tier, page), ahead=True)
         while self.to_save and len(self.moves) < MAX_AHEAD_MOVES:
             self._save(self.to_save.popleft())
@@ -243,11 +253,7 @@ class Tiers:
         """Begin to copy to disk every page that is not there, ancestors first; `num_saving` goes down to 0."""
         if self.num_saving:
             return
-        nodes = {
-            self.index.node_of(page, tier): None for tier in (Tier.DEVICE, Tier.HOST) for page in self.index.pages(tier)
-        }
-        depth = {node: sum(1 for _ in node.path()) for node in nodes}
-        wanted = sorted((node for node in nodes if node.places[Tier.DISK] == NOWHERE), key=depth.__getitem__)
+        wanted = [node for node in self.index.by_depth() if node.nearest and node.places[Tier.DISK] == NOWHERE]
         room = self.pools[Tier.DISK].num_pages
         self.to_save = deque(wanted[:room])
         self.num_saving, self.num_unsaved = len(self.to_save), len(wanted) - len(self.to_save)
@@ -304,16 +310,16 @@ class Tiers:
         no copy that was made ahead of need goes for another.
         """
         pool = self.pools[tier]
-        for _ in range(pool.num_cached):
-            if pool.num_free:
-                return True
+        spared: list[Place] = []
+        while pool.num_cached and not pool.num_free:
             node = self.index.node_of(pool.coldest(self.now), tier)
             if ahead and _elsewhere(node, tier):
-                return False
+                break
             if not self.leave(node, tier, alone=True):
-                place = Place(tier, node.places[tier])
-                self.acquire(place)
-                self.release(place)
+                spared.append(Place(tier, node.places[tier]))
+                self.acquire(spared[-1])
+        for place in reversed(spared):  # so that descendants stand before their ancestors, and are found at once next
+            self.release(place)
         return pool.num_free > 0
 
     def _free(self, node: Node, place: Place) -> None:
@@ -338,6 +344,7 @@ class Tiers:
         load = Load(table, first, nodes, table.pages[first : first + len(nodes)].tolist(), sources)
         for at, (node, page, source) in enumerate(zip(nodes, load.pages, sources, strict=True)):
             node.load = load
+            node.owner = node.owner or table.owner  # nobody knows whose it was before a restart
             target = Place(Tier.DEVICE, page)
             self.acquire(target)
             move = self._move(node, source, target)
@@ -361,7 +368,8 @@ class Tiers:
             if move.load is not None:
                 move.load.arrived[move.at] = ok
                 move.load.num_open -= 1
-                self.costs.loaded(move.source.tier, seconds)
+                if ok:
+                    self.costs.loaded(move.source.tier, seconds)
                 if move.load.done:
                     self._end_load(move.load)
             else:
@@ -375,6 +383,7 @@ class Tiers:
             self.num_unsaved += not ok
         if node is not None:
             node.moves = tuple(other for other in node.moves if other is not move)
+            node.unmoved = not ok
             if ok:
                 self.index.put(node, move.target)
         self.release(move.target)
@@ -391,10 +400,10 @@ class Tiers:
         for at, (node, page) in enumerate(zip(load.nodes[:num_good], load.pages, strict=False)):
             if node.page == NOWHERE:
                 self.index.put(node, Place(Tier.DEVICE, page))
-            elif load.table is not None:  # somebody has computed it meanwhile
-                load.table.pages[load.first + at] = node.page
-                self.acquire(Place(Tier.DEVICE, node.page))
-                self.release(Place(Tier.DEVICE, page))
+                continue
+            self._replace(load.pages, at, node.page)  # somebody has computed it meanwhile
+            if load.table is not None:
+                self._replace(load.table.pages, load.first + at, node.page)
         for at in reversed(range(len(load.nodes))):
             node, source = load.nodes[at], load.sources[at]
             if not load.arrived[at] and node.places[source.tier] == source.page:
@@ -408,6 +417,12 @@ class Tiers:
             self.release(place)
 
     # ── inside ──
+
+    def _replace(self, pages: MutableSequence[int], at: int, page: int) -> None:
+        """Hold another page in place of one."""
+        own, pages[at] = pages[at], page
+        self.acquire(Place(Tier.DEVICE, page))
+        self.release(Place(Tier.DEVICE, own))
 
     def _move(self, node: Node, source: Place, target: Place) -> Move:
         self._next_number += 1

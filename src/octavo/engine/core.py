@@ -7,7 +7,7 @@ It owns the order of these calls, and the door to sessions and saving: no texts,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from octavo.cache import invariants
 from octavo.cache.manager import CacheManager, CacheStats
@@ -29,6 +29,7 @@ class EngineCore:
         self._executor = executor
         self._audit = audit
         self._num_lost = 0
+        self._moved: list[Moved] = []  # of a step that was lost
 
     @property
     def cache(self) -> CacheManager:
@@ -87,8 +88,11 @@ class EngineCore:
         try:
             result = self._executor.execute(plan) if broke is None else self._execute(plan, broke)
         except BaseException:
+            self.cache.broke_off(plan.page_ops)
             self.scheduler.abandon()
             raise
+        if self._moved:
+            result, self._moved = result._replace(moved=[*self._moved, *result.moved]), []
         outputs = self.scheduler.commit(plan, result)
         if self._audit:
             invariants.check(self.cache)
@@ -98,9 +102,8 @@ class EngineCore:
         """Compute a step; if that fails, each slice alone, which gives the same tokens, and abort those that fail."""
         if not plan.slices:
             return self._executor.execute(plan)
-        moved: Sequence[Moved] = ()
         if plan.page_ops:  # apart: they are not to be done twice
-            moved = self._executor.execute(plan._replace(slices=())).moved
+            self._moved += self._executor.execute(plan._replace(slices=())).moved
             plan = plan._replace(page_ops=())
         try:
             result = self._executor.execute(plan)
@@ -111,7 +114,7 @@ class EngineCore:
                 try:
                     alone = self._executor.execute(plan._replace(slices=(piece,)))
                     results += alone.slices
-                    moved = [*moved, *alone.moved]
+                    self._moved += alone.moved
                 except Exception as error:
                     errors[number] = error
                     results.append(SliceResult(()))
@@ -120,9 +123,9 @@ class EngineCore:
                 raise
             for request_id, number in self.scheduler.abandon(errors).items():
                 broke(request_id, errors[number])
-            return StepResult(results, moved)
+            return StepResult(results)
         self._num_lost = 0
-        return result._replace(moved=[*moved, *result.moved])
+        return result
 
     # ── sessions, and the cache as a whole ──
 

@@ -166,6 +166,9 @@ class Scheduler:
         if result.moved:
             self.cache.ended(result.moved)
             self._arrive()
+        elif plan.wait:
+            self.cache.lost()
+            self._arrive()
         self._learn(plan, result.seconds)
         commit = self.cache.commit
         for sequence, piece, (sampled, scores) in zip(self._planned, plan.slices, result.slices, strict=True):
@@ -227,7 +230,7 @@ class Scheduler:
         """Start waiting sequences, in order, while there are places, tokens and pages; add them to `prefilling`."""
         stepped_aside: list[Sequence] = []
         wanted = sum(seq.num_remaining for seq in prefilling)
-        while len(self._running) + len(self._loading) < self._max_running and len(stepped_aside) < MAX_WAITS:
+        while self._has_place and len(stepped_aside) < MAX_WAITS:
             sequence = self._head()
             crowded = prefilling and wanted >= budget and (len(prefilling) + 1) * MIN_SHARE > budget
             if sequence is None or len(prefilling) >= budget or crowded:
@@ -397,7 +400,7 @@ class Scheduler:
         twin = self._new_sequence(parent.group, index, parent.token_ids[:], seed)
         twin.sampled, twin.score = parent.sampled[:], parent.score
         twin.draws = (parent.draws[0]._replace(seed=twin.seed, token_ids=twin.token_ids),)
-        if parent.table is not None and len(self._running) < self._max_running:
+        if parent.table is not None and self._has_place:
             twin.table = self.cache.fork(parent.table)
             twin.num_computed, twin.write_start = parent.num_computed, parent.write_start
             self._run(twin)
@@ -443,13 +446,18 @@ class Scheduler:
 
     def _unpark(self, beam: Sequence) -> None:
         self._parked.pop(beam.seq_id, None)
-        if beam.table is not None and len(self._running) < self._max_running:
+        if beam.table is not None and self._has_place:
             self._run(beam)
         else:
             self._release(beam)
             self._enqueue(beam)
 
     # ── small parts ──
+
+    @property
+    def _has_place(self) -> bool:
+        """Whether one more may run. Those whose pages are on their way will."""
+        return len(self._running) + len(self._loading) < self._max_running
 
     def _run(self, sequence: Sequence) -> None:
         sequence.phase = Phase.RUNNING
