@@ -17,7 +17,7 @@ demo: $(VENV)/built ## generate for several prompts at once, and account for eve
 	@$(BIN)/python examples/demo.py smollm2-135m
 
 test: lint ## everything that a change must pass: lint, types, import contracts, tests
-	@PATH="$(abspath $(BIN)):$$PATH" python -m pytest --numprocesses 2 --dist loadfile
+	@PATH="$(abspath $(BIN)):$$PATH" python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/built $(VENV)/dev ## style, types and import contracts
 	@$(BIN)/ruff check
@@ -31,7 +31,7 @@ format: $(VENV)/dev ## format the sources and mend what can be mended
 
 docs: $(VENV)/built ## write the help texts into docs/cli.md
 	@{ printf '# The command line\n\nWhat `--help` prints; `make docs` writes this page.\n'; \
-	  for command in '' 'generate ' 'chat ' 'serve ' 'pull ' 'bench ' 'bench throughput ' 'bench quality '; do \
+	  for command in '' 'generate ' 'chat ' 'serve ' 'pull ' 'bench ' 'bench throughput ' 'bench day ' 'bench quality '; do \
 	    printf '\n```console\n$$ octavo %s--help\n' "$$command"; COLUMNS=80 $(BIN)/octavo $$command--help; printf '```\n'; \
 	  done; } > docs/cli.md
 

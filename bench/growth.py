@@ -63,6 +63,9 @@ class Switch:
         self.seconds = time.perf_counter() - start
         return result
 
+    def close(self) -> None:
+        self._executor.close()
+
 
 class Bench:
     """An engine whose steps are taken one by one."""

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import statistics
+from collections import Counter
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
+from octavo.bench import conversations, day
+from octavo.bench.conversations import Day, draw_day
 from octavo.bench.machine import Load, Probe, Run, Shape, Step, probe, standing
 from octavo.bench.workloads import WORKLOADS, Work, rates
-from octavo.cli import WorkloadName, app
+from octavo.cli import DayName, WorkloadName, app
 from octavo.config import ModelConfig
+from octavo.errors import ConfigError
 from octavo.models.llama import Decoder
 from octavo.models.weights import open_checkpoint
 from octavo.ops.api import Footprint
 from octavo.ops.cpu import CpuOps
+from tests.models import tiny
 
 
 def test_lengths_are_those_stated() -> None:
@@ -142,3 +149,149 @@ def test_rates_count_prompts_and_answers() -> None:
     found = rates([Work([1, 2, 3], 5), Work([4], 7)], seconds=4.0)
     assert (found["num_requests"], found["prompt_tokens"], found["output_tokens"]) == (2, 4, 12)
     assert (found["output_tokens_per_s"], found["total_tokens_per_s"]) == (3.0, 4.0)
+
+
+# ── a working day ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def a_day(seed: int = 1, **changes: int | None) -> Day:
+    options = {"hours": 8, "per_hour": 60, "sessions": None, "longest": 768, "vocab": 1000} | changes
+    return draw_day(hour_s=25.0, scale=64, seed=seed, **options)  # type: ignore[arg-type]
+
+
+def contexts(day: Day) -> tuple[list[list[int]], list[list[float]]]:
+    """By hour: tokens that conversations had when they returned, and after how long they did."""
+    said: Counter[int] = Counter()
+    latest: dict[int, float] = {}
+    lengths: list[list[int]] = [[] for _ in day.held]
+    gaps: list[list[float]] = [[] for _ in day.held]
+    for turn in day.turns:
+        if turn.session in said:
+            lengths[turn.hour].append(said[turn.session])
+            gaps[turn.hour].append(turn.at - latest[turn.session])
+        said[turn.session] += len(turn.message) + turn.max_tokens
+        latest[turn.session] = turn.at
+        assert said[turn.session] <= 768
+    assert day.held[-1] == said.total() and day.num_sessions == len(said)
+    return lengths, gaps
+
+
+def test_every_hour_asks_for_the_same() -> None:
+    day = a_day()
+    begun: set[int] = set()
+    hours: list[list[tuple[float, bool, int, int]]] = [[] for _ in day.held]
+    for turn in day.turns:
+        new = turn.session not in begun
+        begun.add(turn.session)
+        length = len(turn.message) - new * conversations.SYSTEM_TOKENS
+        hours[turn.hour].append((turn.at - (turn.hour - 1) * 25.0, new, length, turn.max_tokens))
+    assert len(hours[1]) == 60 and all(0 <= at < 25 for at, *_ in hours[1])
+    for hour in hours[2:]:
+        assert [turn[1:] for turn in hour] == [turn[1:] for turn in hours[1]]
+        assert [at for at, *_ in hour] == pytest.approx([at for at, *_ in hours[1]])
+    assert sum(new for _, new, _, _ in hours[1]) == round(60 / conversations.REQUESTS_A_SESSION)
+    assert all(new for _, new, _, _ in hours[0])
+    growth = [after - before for before, after in zip(day.held[1:], day.held[2:], strict=False)]
+    assert len(set(growth)) == 1 and growth[0] > 0
+
+
+def test_a_day_has_the_lengths_of_the_traces() -> None:
+    turns = [turn for turn in a_day(per_hour=2000, hours=1, longest=100_000).turns if turn.hour]
+    new = [
+        len(turn.message) - 32
+        for turn in turns
+        if len(turn.message) > 32 and turn.message[:32] == turns[0].message[:32]
+    ]
+    assert statistics.mean(turn.max_tokens for turn in turns) == pytest.approx(343 / 64, rel=0.05)
+    assert all(length >= 1 for length in new)
+
+
+def test_contexts_stay_while_gaps_grow() -> None:
+    """Over twenty seeds: the load is stationary but for how many lie idle."""
+    found = [contexts(a_day(seed)) for seed in range(20)]
+    means = [statistics.mean(chain.from_iterable(lengths[hour] for lengths, _ in found)) for hour in range(1, 9)]
+    assert means == pytest.approx([statistics.mean(means)] * 8, rel=0.1)
+    gaps = [statistics.median(chain.from_iterable(gaps[hour] for _, gaps in found)) for hour in range(1, 9)]
+    assert gaps == sorted(gaps) and gaps[-1] > 5 * gaps[0]
+
+
+def test_a_day_follows_from_its_seed_and_ends_with_the_conversations_asked_for() -> None:
+    assert a_day(1) == a_day(1) != a_day(2)
+    assert a_day(sessions=40).num_sessions == 40
+    assert all(turn.message[:32] == a_day().turns[0].message[:32] for turn in a_day().turns if turn.hour == 0)
+    full = a_day(per_hour=400, sessions=10)
+    assert len(contexts(full)[0]) == 9 and full.num_sessions > 10  # others begin when all are full
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = tiny.config("llama")
+    return tiny.write_folder(tmp_path_factory.mktemp("model") / "tiny", shape, tiny.tensors(shape))
+
+
+def play(model: Path, folder: Path, *options: str) -> Result:
+    files = ["--json", str(folder / "day.json"), "--plot", str(folder / "day.png")]
+    load = ["--hours", "2", "--minutes", "0.02", "--scale", "200", "--utilisation", "0.1", "--sessions", "12"]
+    engine = ["--num-threads", "1", "--block-size", "4", "--kv-cache-memory-bytes", "800KiB"]
+    return CliRunner().invoke(app, ["bench", "day", str(model), *files, *load, *engine, *options])
+
+
+def test_a_tiny_day(tiny_model: Path, tmp_path: Path) -> None:
+    result = play(tiny_model, tmp_path)
+    assert result.exit_code == 0, result.output
+    figures = json.loads((tmp_path / "day.json").read_text())
+    found = figures["configurations"]
+    assert list(found) == [name.value for name in DayName] == list(day.ABOUT)
+    assert len({of["answers"] for of in found.values()}) == 1 and "All answers are the same" in result.output
+    hours = {name: of["hours"] for name, of in found.items()}
+    assert [len(of) for of in hours.values()] == [2, 2, 2]
+    plan = day.Plan(**figures["plan"] | {"wish": day.Wish(*figures["plan"]["wish"])})
+    drawn = plan.draw()
+    for number in (0, 1):
+        one, *others = (
+            {key: of[number][key] for key in ("n", "prompt_tokens", "held_tokens")} for of in hours.values()
+        )
+        assert others == [one, one]
+        assert one["n"] == sum(turn.hour == number + 1 for turn in drawn.turns)
+        assert one["held_tokens"] == drawn.held[number + 1]
+        assert hours["none"][number]["cached_tokens"] == 0 < hours["prefix"][number]["cached_tokens"]
+        for of in hours.values():
+            assert of[number]["pages"]["device"].keys() == {"in_use", "cached", "free"}
+            assert 0 < of[number]["ttft_s"]["median"] <= of[number]["ttft_s"]["p99"]
+    assert (tmp_path / "day.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_day_is_gone_on_with(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the second configuration keeps the first; only the same day can be resumed."""
+    run = day.Play.run
+
+    async def interrupted(self: day.Play, turns: list[conversations.Turn], hours: int, hour_s: float = 0) -> None:
+        if hours and self._llm.config.enable_prefix_caching:
+            signal.raise_signal(signal.SIGINT)
+        await run(self, turns, hours, hour_s)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(day.Play, "run", interrupted)
+        patch.setattr(day, "plan", lambda *_: day.Plan(day.Wish(2, 0.02, 12, 200, 0.1), 1, 270, 512, 60.0, 800 << 10))
+        result = play(tiny_model, tmp_path)
+    assert result.exit_code == 130, result.output
+    before = json.loads((tmp_path / "day.json").read_text())
+    assert list(before["configurations"]) == ["none"] and "nothing is found again" in result.output
+    assert play(tiny_model, tmp_path, "--resume", "--seed", "2").exit_code != 0
+    assert play(tiny_model, tmp_path, "--resume", "--only", "prefix").exit_code == 0
+    after = json.loads((tmp_path / "day.json").read_text())
+    assert after["plan"] == before["plan"] and list(after["configurations"]) == ["none", "prefix"]
+    assert after["configurations"]["none"] == before["configurations"]["none"]
+
+
+def test_a_day_goes_without_a_plot(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(day, "can_plot", lambda: False)
+    monkeypatch.setattr(day, "plan", lambda *_: day.Plan(day.Wish(1, 0.01, 4, 200, 0.1), 1, 270, 512, 60.0, 800 << 10))
+    result = play(tiny_model, tmp_path, "--only", "prefix")
+    assert result.exit_code == 0 and "pip install matplotlib" in result.output
+    assert not (tmp_path / "day.png").exists()
+
+
+def test_a_day_needs_a_pool_for_two(tiny_model: Path, tmp_path: Path) -> None:
+    result = play(tiny_model, tmp_path, "--kv-cache-memory-bytes", "20KiB")
+    assert isinstance(result.exception, ConfigError) and "two conversations of 128 tokens" in str(result.exception)

@@ -1,4 +1,6 @@
-"""The benchmarks that step engines themselves: page sizes in lockstep, and a cache that is filled without computing."""
+"""The benchmarks that step engines themselves: page sizes in lockstep, a cache that is filled without computing, pages
+that come back.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from bench import growth, paging
+from bench import growth, paging, resume
 from bench.peers import compare
 
 from octavo.bench.workloads import Work
@@ -49,3 +51,13 @@ def test_peers_are_compared_on_the_same_work_only() -> None:
     compare.check_same_work([run, run | {"seconds": 2.0}])
     with pytest.raises(SystemExit, match=r"\[\(8, 1441, 880\), \(8, 1441, 1991\)\]"):
         compare.check_same_work([run, run | {"output_tokens": 880}])
+
+
+@pytest.mark.parametrize(("tier", "fetched"), [("host", 1.0), ("disk", 1.0), ("slow", 0.0)])
+def test_a_prompt_comes_back_in_every_mode(model_path: Path, tmp_path: Path, tier: str, fetched: float) -> None:
+    args = Namespace(lengths=[32], repeats=2, pool=10 << 20, threads=None, slowness=8.0)
+    done: list[None] = []
+    found = resume.measure(str(model_path), tier, str(tmp_path), args, lambda: done.append(None))
+    assert [row["tokens"] for row in found["lengths"]] == args.lengths and len(done) == 2 * 3
+    assert all(row["auto_fetched"] == fetched for row in found["lengths"])
+    assert (found["page_s"]["disk" if tier == "slow" else tier] > found["page_s"]["computed"]) == (tier == "slow")

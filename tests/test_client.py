@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -31,6 +32,7 @@ class Scripted(ThreadingHTTPServer):
         self.pieces: list[bytes] = []
         self.whole = True
         self.asked: list[tuple[str, str | None, Any]] = []
+        self.sessions: list[str] = []
 
     @property
     def url(self) -> str:
@@ -51,6 +53,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append((self.path, self.headers["Authorization"], body))
+        self.server.sessions.append(self.headers["X-Session-ID"])
         self.send_response(self.server.status)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
@@ -121,6 +124,19 @@ def test_without_a_name_the_first_model_is_asked(server: Scripted) -> None:
     server.pieces = [b"data: [DONE]\n\n"]
     list(RemoteChat(server.url).stream_chat(ASKED, SamplingParams()))
     assert server.asked[0][2]["model"] == "first"
+
+
+def test_each_conversation_has_a_session_of_its_own(server: Scripted) -> None:
+    server.pieces = [b"data: [DONE]\n\n"]
+    chat, other = RemoteChat(server.url), RemoteChat(server.url)
+    for conversation in (chat, chat, other):
+        list(conversation.stream_chat(ASKED, SamplingParams()))
+    chat.begin()
+    list(chat.stream_chat(ASKED, SamplingParams()))
+    first, same, others, new = server.sessions
+    assert first == same
+    assert len({first, others, new}) == 3
+    assert all(re.fullmatch("[0-9a-f]{32}", name) for name in server.sessions)
 
 
 def test_a_refusal_names_the_field(server: Scripted) -> None:

@@ -22,7 +22,15 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
 from typer.core import TyperCommand
 
 from octavo import __version__
@@ -147,17 +155,24 @@ METAVARS = {
     "logit_bias": "TOKEN=BIAS",
     "allowed_origins": "ORIGIN",
     "served_model_name": "NAME",
-    "api_key": "KEY",
+    **dict.fromkeys(("api_key", "admin_api_key"), "KEY"),
+    **dict.fromkeys(("swap_space", "kv_offload_space"), "GIB"),
+    **dict.fromkeys(("max_pinned_fraction", "kv_quota"), "FRACTION"),
+    "session_ttl": "SECONDS",
+    "kv_offload_dir": "DIRECTORY",
+    "preemption_mode": "MODE",
 }
 PANELS = {
     **dict.fromkeys(("host", "port", "uds", "allowed_origins"), "Network"),
     **dict.fromkeys(("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"), "HTTPS"),
     **dict.fromkeys(("served_model_name", "chat_template", "max_logprobs"), "API"),
-    **dict.fromkeys(("api_key", "share_prefixes"), "Keys"),
+    **dict.fromkeys(("api_key", "admin_api_key", "share_prefixes"), "Keys"),
     **dict.fromkeys(("max_body_bytes", "max_prompts_per_request", "max_queued_requests", "max_connections"), "Limits"),
     **dict.fromkeys(
         ("header_timeout", "body_timeout", "timeout_keep_alive", "drain_timeout", "step_timeout"), "Limits"
     ),
+    **dict.fromkeys(("swap_space", "kv_offload_dir", "kv_offload_space", "restore", "preemption_mode"), "Memory tiers"),
+    **dict.fromkeys(("session_ttl", "max_pinned_fraction", "kv_quota"), "Memory tiers"),
     **dict.fromkeys(("disable_log_requests", "log_prompts", "metrics_namespace"), "Watching"),
 }
 
@@ -290,7 +305,8 @@ def chat(
     """
     start = [{"role": "system", "content": system}] if system is not None else []
     messages = list(start)
-    with _remote(url, model, engine) if url is not None else _load(model, engine) as llm:
+    remote = None if url is None else _remote(url, model, engine)
+    with remote or _load(model, engine) as llm:
         if sys.stdin.isatty():
             aside.print(CHAT_HELP, style="dim")
         for line in _lines():
@@ -298,6 +314,8 @@ def chat(
                 break
             if line == "/reset":
                 messages = list(start)
+                if remote is not None:
+                    remote.begin()
             elif line.startswith("/"):
                 aside.print(CHAT_HELP, style="dim")
             else:
@@ -359,6 +377,8 @@ def serve(
         raise ConfigError("model", "name one: octavo serve MODEL")
     if key := os.environ.get("OCTAVO_API_KEY"):
         server = replace(server, api_key=(*server.api_key, key))
+    if server.admin_api_key is None and (key := os.environ.get("OCTAVO_ADMIN_API_KEY")):
+        server = replace(server, admin_api_key=key)
     path = _fetch(model)
 
     from octavo.server.listen import run  # takes a moment
@@ -488,6 +508,95 @@ def _numbers(name: str, text: str) -> list[int]:
         return [int(number) for number in text.split(",") if number]
     except ValueError:
         raise InvalidRequest(name, f"must be whole numbers with commas between them, got {text!r}") from None
+
+
+class DayName(StrEnum):
+    """The names in octavo.bench.day, for --help."""
+
+    none = "none"
+    prefix = "prefix"
+    tiers = "tiers"
+
+
+@bench.command()
+@takes(max_num_seqs=32, seed=1, without=("enable_prefix_caching",))
+def day(
+    model: Model,
+    hours: Annotated[int, typer.Option(min=1, help="Hours of the day.")] = 8,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Real minutes that the day takes in a configuration.")] = 3.5,
+    sessions: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Conversations in the end; the default follows from the turns that one has in traces."
+        ),
+    ] = None,
+    scale: Annotated[float, typer.Option(min=1, help="Divide the traces' lengths by this.")] = 96.0,
+    utilisation: Annotated[
+        float, typer.Option(min=0.01, max=1, help="Arrivals, as a share of the turns that are served without reuse.")
+    ] = 0.5,
+    only: Annotated[
+        list[DayName] | None,
+        typer.Option(metavar="CONFIGURATION", help="Play none, prefix or tiers; may be given again."),
+    ] = None,
+    plot: Annotated[Path, typer.Option(metavar="FILE", help="Draw the day into this PNG.")] = Path("day.png"),
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the figures to this file after each configuration."),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on with the day in the --json file: its load, and what is still to be run."),
+    ] = False,
+    *,
+    engine: EngineConfig,
+) -> None:
+    """Play a working day in which conversations come, talk, go idle and return, and print what first tokens wait for.
+
+    The day is played in three configurations, on the same turns at the same times: without reuse (none), with prefix
+    caching (prefix), and with host memory below the pool and named sessions (tiers). Each hour asks for the same work;
+    only the conversations that lie idle grow. Gaps, turns and lengths are those of published traces.
+    docs/performance.md tells more.
+
+    --kv-cache-memory-bytes is by default a tenth of what all conversations hold in the end, --swap-space half as much
+    again as they hold. --seed decides the turns. Ctrl-C ends the day; configurations that are complete are kept.
+    """
+    from octavo.bench import day as days
+    from octavo.bench.machine import machine
+
+    if resume and json_file is None:
+        raise InvalidRequest("resume", "needs --json")
+    if not days.can_plot():
+        aside.print("There will be no plot: that needs matplotlib (pip install matplotlib)", style="yellow")
+    wish = days.Wish(hours, minutes, sessions, scale, utilisation)
+    asked = json.loads(json.dumps({"model": model, **wish._asdict(), "engine": asdict(engine)}))
+    figures: dict[str, Any] = {"machine": machine(), "asked": asked, "plan": None, "configurations": {}}
+    if resume and json_file is not None and json_file.exists():
+        figures = json.loads(_text(json_file))
+        if figures["asked"] != asked:
+            raise InvalidRequest("resume", f"{json_file} is of another day: give the same options")
+    path, found, whole = _fetch(model), figures["configurations"], True
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    with Progress(*columns, console=aside, transient=True, disable=not aside.is_terminal) as bar:
+        task = bar.add_task("")
+
+        def tell(name: str, done: int, total: int) -> None:
+            bar.update(task, description=name, completed=done, total=total)
+
+        try:
+            figures["plan"] = figures["plan"] or days.plan(path, engine, wish, tell)._asdict()
+            plan = days.Plan(**figures["plan"] | {"wish": wish})
+            for name in [one.value for one in only or DayName]:
+                if name not in found:
+                    found[name] = days.run(path, engine, plan, name, tell)
+                    if json_file is not None:
+                        json_file.write_text(json.dumps(figures, indent=1) + "\n")
+        except KeyboardInterrupt:
+            whole = False
+    for line in days.report(found):
+        screen.print(line)
+    if found and days.can_plot():
+        days.draw(found, plot)
+    raise typer.Exit(0 if whole else 130)
 
 
 def _standing(probe: dict[str, Any], standing: dict[str, Any]) -> Iterator[tuple[str, str]]:

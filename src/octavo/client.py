@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import uuid
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields
@@ -48,8 +49,13 @@ class RemoteChat:
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
+        self.begin()
         self._stats = {"generation_tokens": 0, "hit_tokens": 0, "queried_tokens": 0}
         self._model = model or self._first_model()
+
+    def begin(self) -> None:
+        """Begin another conversation, which servers that know sessions keep apart from the last one."""
+        self._headers["X-Session-ID"] = uuid.uuid4().hex
 
     def stream_chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams) -> Generator[Delta]:
         """Answer a conversation. Closing the generator early closes the connection, which ends the answer."""

@@ -60,6 +60,14 @@ class EngineConfig:
     kv_cache_dtype: what keys and values are stored as: auto (bf16), bf16, fp32, fp8 (fp8_e4m3), fp8_e5m2, int8, int4.
     kv_cache_dtype_skip_layers: layer, from 0, that stays in bf16; may be given again.
     backend: "auto" and "cpu" run the native kernels, "reference" numpy in float32.
+    swap_space: GiB of host memory for cached pages that leave the pool.
+    kv_offload_dir: directory for cached pages that leave host memory, or that are saved; they survive a restart.
+    kv_offload_space: GiB that those pages may take.
+    restore: whether to find again what an earlier engine left in kv_offload_dir.
+    preemption_mode: bring pages back from below (swap), compute them again (recompute), or what is faster here (auto).
+    session_ttl: seconds in which an idle session's pages lose their advantage over others'.
+    max_pinned_fraction: most of the pool that pinned sessions may hold.
+    kv_quota: most of the pool in which one API key's pages may lie idle.
     """
 
     block_size: int = 16
@@ -73,6 +81,14 @@ class EngineConfig:
     num_threads: int | None = None
     kv_cache_dtype: str = "auto"
     backend: str = "auto"
+    swap_space: float = 0.0
+    kv_offload_dir: str | None = None
+    kv_offload_space: float = 16.0
+    restore: bool = True
+    preemption_mode: str = "auto"
+    session_ttl: float = 1800.0
+    max_pinned_fraction: float = 0.25
+    kv_quota: float = 1.0
     kv_cache_dtype_skip_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -88,14 +104,30 @@ class EngineConfig:
             raise ConfigError("backend", f"must be auto, cpu or reference; got {self.backend!r}")
         if self.scheduling_policy not in ("fcfs", "priority"):
             raise ConfigError("scheduling_policy", f"must be fcfs or priority; got {self.scheduling_policy!r}")
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ConfigError("enable_prefix_caching", f"must be true or false, got {self.enable_prefix_caching!r}")
+        if self.preemption_mode not in ("auto", "swap", "recompute"):
+            raise ConfigError("preemption_mode", f"must be auto, swap or recompute; got {self.preemption_mode!r}")
+        for name in ("enable_prefix_caching", "restore"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(name, f"must be true or false, got {getattr(self, name)!r}")
+        for name, high in _NUMBERS.items():
+            _number(name, getattr(self, name), high)
+        for name in ("swap_space", "kv_offload_dir"):
+            if getattr(self, name) and not self.enable_prefix_caching:
+                raise ConfigError(name, "needs enable_prefix_caching: pages are found again through the prefix cache")
         _integer("seed", self.seed, 0, 2**64 - 1)
         _integer("max_num_seqs", self.max_num_seqs, 1, 2**20)
         _integer("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**24)
         for name in ("kv_cache_memory_bytes", "max_model_len", "num_threads"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 1, 2**50)
+
+
+_NUMBERS = {"swap_space": 2**20, "kv_offload_space": 2**30, "session_ttl": 1e9, "max_pinned_fraction": 1, "kv_quota": 1}
+
+
+def _number(name: str, value: object, high: float) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= high:
+        raise ConfigError(name, f"must be a number from 0 to {high:g}, got {value!r}")
 
 
 def _integer(name: str, value: object, low: int, high: int) -> None:

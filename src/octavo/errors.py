@@ -5,6 +5,8 @@ OctavoError
 │   └── RequestTooLarge     it can never fit, however long it waits
 ├── ConfigError         an option of the engine is wrong; `.option` names it
 ├── ModelError          a model's file is missing, corrupt or unsupported; `.path` names it
+├── UnknownSession      the tenant has no session of this name
+├── PinRefused          pinning would hold more of the pool than pins may
 ├── Overloaded          too many requests are queued: try again later
 ├── EngineDead          the engine's process is gone, or going
 ├── RequestFailed       computing one request went wrong: a fault in Octavo itself
@@ -42,6 +44,16 @@ class ModelError(OctavoError):
     def __init__(self, path: object, message: str) -> None:
         super().__init__(f"{path}: {message}")
         self.path = str(path)
+
+
+class UnknownSession(OctavoError, KeyError):
+    """There is no session of this name, or it is somebody else's."""
+
+    __str__ = Exception.__str__
+
+
+class PinRefused(OctavoError):
+    """A session's pages cannot be pinned: the message names what they take and what pins may hold."""
 
 
 class Overloaded(OctavoError):

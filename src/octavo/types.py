@@ -9,6 +9,7 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Literal, NamedTuple, get_args
 
 from octavo.errors import InvalidRequest
@@ -164,6 +165,7 @@ class Request:
 
     `identity` names whose prefix-cache root the prompt may share (tenant, adapter, salt); requests of different
     identities never share a page. Where the engine's scheduling_policy is "priority", lower values are served first.
+    `tenant` is who asks; a `session_id`, which is the tenant's own, says that its conversation may come back.
     """
 
     request_id: str
@@ -171,16 +173,66 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     identity: tuple[str, ...] = ()
     priority: int = 0
+    tenant: str = ""
+    session_id: str | None = None
 
 
 # ── one step ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+class Tier(IntEnum):
+    """Where a page lies, the nearest first: the pool that kernels read, host memory, a file."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
+
+
+class Place(NamedTuple):
+    """A page of a tier."""
+
+    tier: Tier
+    page: int
+
+
+class PageLabel(NamedTuple):
+    """What a page on disk is found by after a restart: its own tokens, and digests of the path to it and to its parent.
+
+    A digest (SHA-256) is that of the identity for a root, of the parent's digest and the tokens below it.
+    """
+
+    digest: bytes
+    parent: bytes
+    tokens: tuple[int, ...]
+
+
 class CopyPage(NamedTuple):
-    """A page operation: copy page `src` onto page `dst`, all layers. Applied in plan order, before the forward pass."""
+    """A page operation: copy page `src` onto page `dst` of the device tier, all layers, now."""
 
     src: int
     dst: int
+
+
+class MovePage(NamedTuple):
+    """A page operation: begin to copy a page from one tier to another; a later StepResult says how that went.
+
+    Moves end in the order in which they began, as far as that shows. The page copied stays as it is until then, and
+    nobody reads the copy. A copy to disk has a label.
+    """
+
+    number: int
+    source: Place
+    target: Place
+    label: PageLabel | None = None
+
+
+class AwaitMove(NamedTuple):
+    """A page operation: go on when that move has ended, because what follows writes what it reads."""
+
+    number: int
+
+
+PageOp = CopyPage | MovePage | AwaitMove
 
 
 class Draw(NamedTuple):
@@ -225,11 +277,15 @@ class Slice(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """What one step does: page operations in order, then one forward pass over all slices."""
+    """What one step does: page operations in order, then one forward pass over all slices.
+
+    With `wait`, it ends no earlier than one of the moves under way: there is nothing else to do.
+    """
 
     step: int
-    page_ops: Sequence[CopyPage]
+    page_ops: Sequence[PageOp]
     slices: Sequence[Slice]
+    wait: bool = False
 
 
 class Sampled(NamedTuple):
@@ -252,10 +308,20 @@ class SliceResult(NamedTuple):
     prompt_logprobs: Sequence[Sampled] = ()
 
 
+class Moved(NamedTuple):
+    """A move that has ended. Unless `ok` the copy is not to be used: it failed, or what was read was damaged."""
+
+    number: int
+    ok: bool
+    seconds: float = 0.0
+
+
 class StepResult(NamedTuple):
-    """Results in the order of the plan's slices."""
+    """Results in the order of the plan's slices, how long they took, and the moves that ended since the last result."""
 
     slices: Sequence[SliceResult]
+    moved: Sequence[Moved] = ()
+    seconds: float = 0.0
 
 
 # ── what the engine says after a step ────────────────────────────────────────────────────────────────────────────
@@ -277,3 +343,21 @@ class Output(NamedTuple):
     num_preemptions: int
     prompt_logprobs: Sequence[Sampled] | None = None
     score: float | None = None
+
+
+class SessionInfo(NamedTuple):
+    """What a session holds. `pages` counts those on its path by tier; `shared_pages` of them other sessions use too.
+
+    `idle_s` is 0 while a request runs; `pinned_s` is what remains of a pin, 0 without one. Tokens are of all prompts.
+    """
+
+    tenant: str
+    session_id: str
+    num_running: int
+    num_requests: int
+    pages: tuple[int, int, int]
+    shared_pages: int
+    idle_s: float
+    pinned_s: float
+    queried_tokens: int
+    hit_tokens: int

@@ -3,6 +3,7 @@
 Both have a real byte-level tokenizer and run on the reference backend, with the page audit after every step.
 """
 
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,9 @@ class TinyCheckpoint:
 
     def vector(self, name):
         return self._tensors[name]
+
+    def digest(self):
+        return b"".join(sha256(values).digest() for values in self._tensors.values())
 
     def tokenizer(self):
         return self._tokenizer

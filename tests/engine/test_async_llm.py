@@ -19,14 +19,26 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.engine import faulty_engine
+from tests.engine import faulty_engine, saving_engine
 from tests.models import tiny
 
 from octavo.config import EngineConfig
 from octavo.engine import async_llm
 from octavo.engine.async_llm import AsyncLLM, RequestStream
 from octavo.engine.llm import LLM
-from octavo.engine.process import Abort, Add, Channel, Command, Finish, Frames, Stop, framed
+from octavo.engine.process import (
+    Abort,
+    Add,
+    Channel,
+    Command,
+    Finish,
+    Frames,
+    ListSessions,
+    Save,
+    Stop,
+    TouchSession,
+    framed,
+)
 from octavo.errors import (
     ConfigError,
     EngineDead,
@@ -35,6 +47,7 @@ from octavo.errors import (
     Overloaded,
     RequestFailed,
     RequestTooLarge,
+    UnknownSession,
 )
 from octavo.types import Guide, Output, Request, SamplingParams
 
@@ -173,9 +186,10 @@ def test_parameters_arrive_as_they_were_sent() -> None:
         max_tokens=None, ignore_eos=True, logprobs=0, prompt_logprobs=5, logit_bias={3: 1, 4: -9.5}, length_penalty=-1,
     )  # fmt: skip
     sent = [
-        Add("é", b"\1\0\0\0", odd, ("key", "a", "salt", "b"), -5),
-        Add("b", b"", SamplingParams(use_beam_search=True, max_tokens=1), (), 0),
-        *(Abort("a"), Finish("a", 3), Stop()),
+        Add("é", b"\1\0\0\0", odd, ("key", "a", "salt", "b"), -5, "tenant", "é"),
+        Add("b", b"", SamplingParams(use_beam_search=True, max_tokens=1), (), 0, "", None),
+        *(Abort("a"), Finish("a", 3), Stop(), ListSessions(1, None, 5), ListSessions(2, "", 5), Save(3)),
+        *(TouchSession(4, "pin", "tenant", "é", 0.5), TouchSession(5, "release", "", "x")),
     ]
     decoder = msgspec.msgpack.Decoder(Command)
     got = [decoder.decode(frame) for frame in Frames().push(b"".join(framed(message) for message in sent))]
@@ -396,6 +410,95 @@ def test_times_are_in_order(slow: None, model: Path) -> None:
     drive(work, model, EngineConfig(kv_cache_memory_bytes=1 << 20, max_num_seqs=1, max_num_batched_tokens=8))
 
 
+# ── sessions and saves ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_session_is_its_tenants(model: Path) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        for i, tenant in enumerate(("a", "b", "b")):
+            await answer(llm, Request(f"r{i}", prompt(9, i), SHORT, tenant=tenant, session_id="s"))
+        await answer(llm, Request("none", prompt(9), SHORT, tenant="c"))
+        assert [(one.tenant, one.num_requests) for one in await llm.sessions()] == [("a", 1), ("b", 2)]
+        assert [one.tenant for one in await llm.sessions("b", 1)] == ["b"]
+        assert await llm.sessions("c") == []
+        assert (await llm.pin("a", "s", 100)).pinned_s > 90
+        assert (await llm.session("a", "s")).pinned_s > 90
+        assert (await llm.session("b", "s")).pinned_s == 0
+        assert (await llm.demote_session("a", "s")).session_id == "s"
+        assert sum((await llm.release_session("b", "s")).pages) > 0
+        for tenant, name in (("b", "s"), ("a", "t"), ("", "s"), ("a", "\ud800")):
+            for ask in (llm.session, llm.release_session, llm.demote_session, lambda *who: llm.pin(*who, 5)):
+                with pytest.raises(UnknownSession):
+                    await ask(tenant, name)
+        with pytest.raises(ConfigError) as caught:
+            await llm.save()
+        assert caught.value.option == "kv_offload_dir"
+        assert llm.num_open == 0
+
+    drive(work, model)
+
+
+def test_many_ask_at_once_and_some_stop_waiting(slow: None, model: Path) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        stream = await llm.submit(Request("r", prompt(5), LONG, session_id="s"))
+        await anext(stream)
+        asked = [asyncio.create_task(llm.session("", "s") if i % 2 else llm.sessions()) for i in range(40)]
+        await asyncio.sleep(0)
+        for task in asked[::4]:
+            task.cancel()
+        for i, answered in enumerate(await asyncio.gather(*asked, return_exceptions=True)):
+            if i % 4 == 0:
+                assert isinstance(answered, asyncio.CancelledError)
+            else:
+                [one] = [answered] if i % 2 else answered
+                assert (one.session_id, one.num_running, one.idle_s) == ("s", 1, 0)
+        stream.abort()
+        assert (await llm.session("", "s")).num_running == 0
+
+    drive(work, model)
+
+
+def test_who_asks_during_a_save_is_told_of_its_end(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_llm, "PROGRAM", saving_engine.__name__)
+    pages = saving_engine.PAGES
+
+    async def work(llm: AsyncLLM) -> None:
+        first = asyncio.create_task(llm.save())
+        gone = asyncio.create_task(llm.save())
+        beside = await answer(llm, Request("r", prompt(9), SHORT))  # requests go on
+        assert len(beside) == 5
+        gone.cancel()
+        second = asyncio.create_task(llm.save())
+        assert await llm.sessions() == []
+        assert not first.done()
+        one, two = await asyncio.gather(first, second)
+        assert (one.pages, one.failed) == (two.pages, two.failed) == (pages - 1, 1)  # one save for all of them
+        assert one.seconds == two.seconds > 0
+        assert (await llm.save()).failed == 2
+        last = asyncio.create_task(llm.save())
+        await asyncio.sleep(0)
+        assert await llm.drain(30) == 0
+        assert last.done()
+        assert last.result().failed == 3
+        with pytest.raises(EngineDead, match="shutting down"):
+            await llm.save()
+
+    drive(work, model)
+
+
+def test_a_save_that_outlasts_the_drain_is_told_so(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_llm, "PROGRAM", saving_engine.__name__)
+
+    async def work(llm: AsyncLLM) -> None:
+        saving = asyncio.create_task(llm.save())
+        await asyncio.sleep(0)
+        await llm.drain(0)
+        with pytest.raises(EngineDead, match="took too long"):
+            await saving
+
+    drive(work, model)
+
+
 # ── the death of engines ─────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -502,6 +605,29 @@ def test_an_engine_that_hangs_is_as_one_that_died(
 
     drive(work, model, step_timeout=1.0)
     assert "break_or_execute" in capfd.readouterr().err  # where it was
+
+
+def test_questions_end_with_the_engine_and_are_put_to_the_next(
+    faulty: None, model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        await answer(llm, Request("r", prompt(5), SHORT, session_id="s"))
+        hung = await llm.submit(Request("hung", [faulty_engine.HANG, 5, 6], SHORT))
+        asked = [asyncio.create_task(ask) for ask in (llm.sessions(), llm.session("", "s"), llm.save())]
+        for waiting in (read(hung), *asked):
+            with pytest.raises(EngineDead, match="no step ended within 1 s"):
+                await waiting
+        assert await llm.sessions() == []  # waits for the new engine, which knows none
+        with pytest.raises(UnknownSession):
+            await llm.session("", "s")
+
+        os.kill(pid_of(llm), signal.SIGSTOP)
+        with pytest.raises(EngineDead, match="no step ended within 1 s"):
+            await llm.sessions()
+        with pytest.raises(EngineDead, match="the engine is dead"):
+            await llm.sessions()
+
+    drive(work, model, step_timeout=1.0)
 
 
 def test_a_long_answer_is_no_hang(slow: None, model: Path) -> None:

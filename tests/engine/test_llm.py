@@ -11,7 +11,7 @@ import pytest
 from octavo.engine import llm as module
 from octavo.engine.llm import LLM, Logprob, engine_config
 from octavo.errors import ConfigError, InvalidRequest, OctavoError, RequestTooLarge
-from octavo.types import Output, Sampled, SamplingParams
+from octavo.types import Output, PageLabel, Sampled, SamplingParams
 
 from .conftest import END, Alphabet, TinyCheckpoint
 
@@ -279,7 +279,7 @@ def test_tokens_beyond_a_stop_are_not_the_choices(alphabet, monkeypatch):
     """Several tokens in one output, as an engine that drafts them gives."""
     ids = [66, 67, 68, 69]
     news = Output("0", 0, [Sampled(token, -0.5, 1, ()) for token in ids], None, 0, 0)
-    monkeypatch.setattr(alphabet._core, "step", lambda: [news])
+    monkeypatch.setattr(alphabet._core, "step", lambda now: [news])
     [output] = alphabet.generate("A", params(stop="D", logprobs=0))
     [choice] = output.outputs
     assert (choice.text, choice.token_ids, len(choice.logprobs), choice.cumulative_logprob) == ("BC", ids[:3], 3, -1.5)
@@ -554,6 +554,33 @@ def test_the_pool_leaves_room_for_the_model(make_llm, monkeypatch):
     checkpoint = TinyCheckpoint()
     checkpoint.stored_bytes = 50 * page
     assert make_llm(checkpoint, kv_cache_memory_bytes=None).stats()["num_pages"] == 40
+
+
+def test_tiers_below_the_pool(make_llm, monkeypatch, tmp_path):
+    page = make_llm().stats()["page_bytes"]
+    record = page + 4096 * 2 - page % 4096
+    monkeypatch.setattr(module, "available_memory", lambda: 150 * page)
+
+    def store(seed=0, swap_space=50, **changes):
+        """One engine's, of which the one before is closed."""
+        options = {"kv_cache_memory_bytes": 100 * page, "kv_offload_space": (10 * record + 4096) / 2**30}
+        options = {**options, "swap_space": swap_space * page / 2**30, "kv_offload_dir": str(tmp_path), **changes}
+        made.append(make_llm(TinyCheckpoint(seed), **options)._engine)
+        return made[-1].store
+
+    made = []
+    first = store()
+    assert first.host.shape == (50, page)
+    assert first.disk.max_records == 10
+    with pytest.raises(ConfigError, match="kv_offload_dir: another engine is using"):
+        store()
+    first.disk.write(3, PageLabel(bytes(32), bytes(32), (1, 2)), np.ones(page, np.uint8).data)
+    made[-1].core.executor.close()
+    with pytest.raises(ConfigError, match=f"swap_space: {51 * page:,} bytes are more than the {50 * page:,} that are "):
+        store(swap_space=51)
+    for changes, num_pages in (({}, 1), ({"swap_space": 0}, 1), ({"seed": 1}, 0), ({}, 0)):
+        assert len(store(**changes).disk.labels()) == num_pages
+        made[-1].core.executor.close()
 
 
 def test_metrics_and_stats(alphabet):

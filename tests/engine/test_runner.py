@@ -15,7 +15,7 @@ from octavo.engine.sampler import Sampler
 from octavo.kv_format import KVFormat
 from octavo.models.llama import Decoder
 from octavo.ops.reference import ReferenceOps
-from octavo.types import CopyPage, Draw, SamplingParams, Slice, StepPlan
+from octavo.types import CopyPage, Draw, MovePage, Place, SamplingParams, Slice, StepPlan, Tier
 
 from .conftest import TinyCheckpoint
 
@@ -30,11 +30,11 @@ def ints(values):
 class Setup:
     """The tiny model on a pool of small pages."""
 
-    def __init__(self, fill=None):
+    def __init__(self, fill=None, num_host_pages=0):
         checkpoint, ops = TinyCheckpoint(), ReferenceOps()
         config = checkpoint.config
         self.format = KVFormat("bf16", config.num_layers, config.num_kv_heads, config.head_dim, SIZE)
-        self.store = KVStore(ops, self.format, 100)
+        self.store = KVStore(ops, self.format, 100, num_host_pages=num_host_pages)
         if fill is not None:
             self.store.pool.data[:] = fill
         self.decoder = Decoder(checkpoint, ops, config.context_length)
@@ -189,3 +189,19 @@ def test_a_model_is_freed_as_soon_as_nobody_has_it():
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_the_ends_of_moves_are_told_with_steps_and_between_them():
+    setup, tokens = Setup(num_host_pages=2), tokens_of(1, 3)
+    first, slot, copy = Place(Tier.DEVICE, 0), Place(Tier.HOST, 1), Place(Tier.DEVICE, 9)
+    setup.run(piece(tokens, 0, 3, [0]))
+    execute = setup.runner.execute
+    waited = execute(StepPlan(2, [MovePage(1, first, slot)], (), wait=True))
+    assert [moved[:2] for moved in waited.moved] == [(1, True)]
+    assert waited.seconds == 0
+    step = execute(StepPlan(3, [MovePage(2, slot, copy)], [piece(tokens, 2, 3, [0])], wait=True))
+    assert [moved[:2] for moved in step.moved] == [(2, True)]
+    assert step.seconds > 0
+    assert execute(StepPlan(4, [], [piece(tokens, 2, 3, [9])])).slices == step.slices
+    assert list(execute(StepPlan(5, [], (), wait=True)).moved) == []
+    setup.runner.close()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
+from collections.abc import Mapping
 
 from octavo.cache.manager import CacheManager
+from octavo.cache.tiers import Costs
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.scheduler.scheduler import Scheduler
@@ -24,17 +26,36 @@ def make_engine(
     enable_prefix_caching: bool = True,
     eos: frozenset[int] = frozenset(),
     scheduling_policy: str = "fcfs",
+    host_pages: int = 0,
+    disk_pages: int = 0,
+    costs: Costs | None = None,
+    session_ttl: float = 0.0,
+    kv_quota: float = 1.0,
+    max_pinned_fraction: float = 0.5,
+    moves: Mapping[str, int] | None = None,
+    executor: type[TokenExecutor] = TokenExecutor,
     **options: int,
 ) -> EngineCore:
+    """`moves` are the token executor's ways with moves."""
     config = EngineConfig(
         block_size=block_size,
         enable_prefix_caching=enable_prefix_caching,
         scheduling_policy=scheduling_policy,
         **options,
     )
-    cache = CacheManager(num_pages, block_size, enable_prefix_caching=enable_prefix_caching)
+    cache = CacheManager(
+        num_pages,
+        block_size,
+        enable_prefix_caching=enable_prefix_caching,
+        num_host_pages=host_pages,
+        num_disk_pages=disk_pages,
+        costs=costs,
+        session_ttl=session_ttl,
+        kv_quota=kv_quota,
+        max_pinned_fraction=max_pinned_fraction,
+    )
     scheduler = Scheduler(config, cache, max_model_len=max_model_len, vocab_size=vocab_size, eos_token_ids=eos)
-    return EngineCore(scheduler, TokenExecutor(num_pages, block_size, vocab_size), audit=True)
+    return EngineCore(scheduler, executor(num_pages, block_size, vocab_size, **(moves or {})), audit=True)
 
 
 def executor_of(engine: EngineCore) -> TokenExecutor:

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from octavo.cache.invariants import check
 from octavo.cache.manager import Admission, CacheManager, Wait
 from octavo.cache.page_table import PageTable
+from octavo.types import Tier
 
 BLOCK = 2
 PAGES = 8
@@ -230,8 +231,8 @@ def test_the_audit_sees_a_leak_and_a_wrong_count() -> None:
     for break_it in (
         lambda cache: cache.pool.acquire(0),
         lambda cache: cache.pool._free.append(0),
-        lambda cache: cache.pool._free.pop(),
-        lambda cache: cache.index.remove(1),
+        lambda cache: cache.pool.take(),
+        lambda cache: cache.index.take(cache.index.node_of(1), Tier.DEVICE),
     ):
         cache = CacheManager(6, 2)
         admit(cache, [1, 2, 3, 4])

@@ -75,4 +75,5 @@ def test_a_step_is_linear_in_the_sequences() -> None:
 
 @pytest.mark.parametrize("num_cached", [500, 20_000])
 def test_cached_pages_cost_nothing(num_cached: int) -> None:
-    assert Busy(32, num_cached).calls() == Busy(32).calls()
+    more = Busy(32, num_cached).calls() - Busy(32).calls()
+    assert more < 32, "a page that was given back is popped, one that was never taken is not"

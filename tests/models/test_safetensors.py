@@ -49,6 +49,19 @@ def test_every_format_and_any_number_of_shards(
     assert checkpoint.stored_bytes == size * (4 if dtype == "F32" else 2)
 
 
+def test_a_digest_tells_weights_apart(tmp_path: Path, found: dict[str, np.ndarray]) -> None:
+    def digest(name: str, tensors: dict[str, np.ndarray], **options: Any) -> bytes:
+        return load_all(tiny.write_folder(tmp_path / name, tiny.config("llama"), tensors, **options)).digest()
+
+    name = "model.layers.1.mlp.up_proj.weight"
+    other = {**found, name: found[name].copy()}
+    other[name].view(np.uint32)[-1, -1] ^= 1
+    digests = [digest("one", found), digest("other", other), digest("short", found, dtype="BF16")]
+    assert len(set(digests)) == 3
+    assert len(digests[0]) == 16
+    assert digest("shards", found, shards=3) == digests[0]
+
+
 def test_files_of_the_safetensors_package_are_read(tmp_path: Path, found: dict[str, np.ndarray]) -> None:
     safetensors.numpy.save_file(found, tmp_path / "model.safetensors")
     stored = read_tensors(tmp_path / "model.safetensors")

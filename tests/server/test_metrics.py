@@ -10,13 +10,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.conftest import REPOSITORY
 
-from octavo.cache.manager import CacheStats
-from octavo.engine.process import EngineStats
+from octavo.cache.manager import CacheStats, TierPages
+from octavo.engine.process import EngineStats, Moves, TierNews
 from octavo.errors import ConfigError
 from octavo.scheduler.scheduler import SchedulerStats
 from octavo.server import metrics as module
 from octavo.server.metrics import Metrics, up_to
 from octavo.server.settings import ServerConfig
+from octavo.types import Tier
 
 VLLM = """
 num_requests_running gauge
@@ -56,6 +57,14 @@ STATS = EngineStats(
     page_bytes=100,
     scheduler=SchedulerStats(num_preemptions=6, generation_tokens=70),
     cache=CacheStats(queried_tokens=80, hit_tokens=9, resumed_tokens=11, pages_evicted=12),
+    moves=Moves({(Tier.DEVICE, Tier.HOST): 15, (Tier.DISK, Tier.DEVICE): 16}, failed=17, dropped=18),
+    tiers=TierNews(
+        {Tier.DEVICE: TierPages(10, 4, 5, 1), Tier.HOST: TierPages(20, 2, 15, 3), Tier.DISK: TierPages(30, 0, 29, 1)},
+        num_pinned={Tier.DEVICE: 19, Tier.HOST: 21},
+        num_sessions=20,
+        load_s={Tier.HOST: 0.25, Tier.DISK: 0.5},
+        token_s=0.125,
+    ),
     finished={"stop": 13, "abort": 14},
 )
 
@@ -109,28 +118,44 @@ def test_names_and_kinds_are_those_of_vllm() -> None:
 def test_what_the_engine_says_is_shown_as_it_is_now() -> None:
     stats = [STATS]
     metrics = Metrics("vllm", "m", 100, lambda: stats[0], {"block_size": 16, "num_gpu_blocks": 10})
-    expected = {
+    expected: dict[tuple[Any, ...], float] = {
         ("num_requests_running",): 2,
         ("num_requests_waiting",): 3,
         ("kv_cache_usage_perc",): 0.4,
-        ("kv_pages", "state", "referenced"): 4,
-        ("kv_pages", "state", "cached"): 5,
-        ("kv_pages", "state", "free"): 1,
-        ("kv_cache_bytes", "holder", "running"): 400,
-        ("kv_cache_bytes", "holder", "cached"): 500,
-        ("kv_cache_bytes", "holder", "free"): 100,
+        ("kv_pages", ("state", "referenced")): 4,
+        ("kv_pages", ("state", "cached")): 5,
+        ("kv_pages", ("state", "free")): 1,
+        ("kv_cache_bytes", ("holder", "running")): 400,
+        ("kv_cache_bytes", ("holder", "cached")): 500,
+        ("kv_cache_bytes", ("holder", "free")): 100,
+        ("kv_tier_pages", ("tier", "device"), ("state", "referenced")): 4,
+        ("kv_tier_pages", ("tier", "host"), ("state", "referenced")): 2,
+        ("kv_tier_pages", ("tier", "host"), ("state", "cached")): 15,
+        ("kv_tier_pages", ("tier", "host"), ("state", "free")): 3,
+        ("kv_tier_pages", ("tier", "disk"), ("state", "cached")): 29,
+        ("kv_tier_bytes", ("tier", "disk"), ("state", "cached")): 2900,
+        ("kv_pages_pinned", ("tier", "device")): 19,
+        ("kv_pages_pinned", ("tier", "host")): 21,
+        ("num_sessions",): 20,
+        ("kv_load_page_seconds", ("tier", "host")): 0.25,
+        ("kv_load_page_seconds", ("tier", "disk")): 0.5,
+        ("kv_recompute_token_seconds",): 0.125,
+        ("kv_pages_moved_total", ("from", "device"), ("to", "host")): 15,
+        ("kv_pages_moved_total", ("from", "disk"), ("to", "device")): 16,
+        ("kv_page_moves_failed_total",): 17,
+        ("kv_pages_dropped_total",): 18,
         ("num_preemptions_total",): 6,
         ("generation_tokens_total",): 70,
         ("prefix_cache_queries_total",): 80,
         ("prefix_cache_hits_total",): 9,
         ("prefix_cache_resumed_tokens_total",): 11,
         ("kv_pages_evicted_total",): 12,
-        ("request_success_total", "finished_reason", "stop"): 13,
-        ("request_success_total", "finished_reason", "length"): 0,
-        ("request_success_total", "finished_reason", "abort"): 14,
-        ("request_success_total", "finished_reason", "error"): 0,
+        ("request_success_total", ("finished_reason", "stop")): 13,
+        ("request_success_total", ("finished_reason", "length")): 0,
+        ("request_success_total", ("finished_reason", "abort")): 14,
+        ("request_success_total", ("finished_reason", "error")): 0,
     }
-    shown = {key: value(metrics, key[0], **dict([key[1:]] if key[1:] else [])) for key in expected}
+    shown = {key: value(metrics, key[0], **dict(key[1:])) for key in expected}
     assert shown == expected
     assert value(metrics, "cache_config_info", block_size="16", num_gpu_blocks="10") == 1
     stats[0] = EngineStats(num_pages=10, pages_free=10)
@@ -229,7 +254,7 @@ def test_the_documentation_names_every_metric() -> None:
     text = (REPOSITORY / "docs" / "serving.md").read_text()
     told = {
         (name.removesuffix("_total") if kind == "counter" else name, kind)
-        for name, kind in re.findall(r"^\| `(\w+)(?:\{\w+\})?` \| (\w+) \|", text, re.MULTILINE)
+        for name, kind in re.findall(r"^\| `(\w+)(?:\{[\w,]+\})?` \| (\w+) \|", text, re.MULTILINE)
     }
     shown = {
         (name.removeprefix("vllm:"), family.type)

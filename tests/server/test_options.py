@@ -55,9 +55,11 @@ FLAGS = """--host 0.0.0.0 --port 8123 --uds /tmp/x.sock --allowed-origins https:
 --max-body-bytes 2MiB --max-prompts-per-request 3 --max-queued-requests 4 --header-timeout 1.5 --body-timeout 2.5
 --timeout-keep-alive 3.5 --drain-timeout 4.5 --step-timeout 5.5 --max-connections 5
 --disable-log-requests --log-prompts --metrics-namespace vllm
---ssl-cert-reqs 1 --block-size 32 --max-num-seqs 3 --max-num-batched-tokens 77 --scheduling-policy priority
+--ssl-cert-reqs 1 --admin-api-key k0
+--block-size 32 --max-num-seqs 3 --max-num-batched-tokens 77 --scheduling-policy priority
 --kv-cache-memory-bytes 1GiB --no-enable-prefix-caching --max-model-len 99 --seed 12 --num-threads 1
---kv-cache-dtype fp32 --backend reference"""
+--kv-cache-dtype fp32 --backend reference
+--kv-offload-space 2 --no-restore --preemption-mode swap --session-ttl 60 --max-pinned-fraction 0.5 --kv-quota 0.75"""
 SERVER = ServerConfig(
     host="0.0.0.0",
     port=8123,
@@ -80,16 +82,28 @@ SERVER = ServerConfig(
     log_prompts=True,
     metrics_namespace="vllm",
     ssl_cert_reqs=1,
+    admin_api_key="k0",
 )
-ENGINE = EngineConfig(32, 3, 77, "priority", 1 << 30, False, 99, 12, 1, "fp32", "reference")
+ENGINE = EngineConfig(
+    *(32, 3, 77, "priority", 1 << 30, False, 99, 12, 1, "fp32", "reference"),
+    kv_offload_space=2,
+    restore=False,
+    preemption_mode="swap",
+    session_ttl=60,
+    max_pinned_fraction=0.5,
+    kv_quota=0.75,
+)
 
 
 def test_every_flag_reaches_its_field(what_would_start: Any) -> None:
     assert what_would_start("m", *FLAGS.split()) == ("m", SERVER, ENGINE)
     unset = {"ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "chat_template"}  # must exist; tried with a server
+    unset |= {"swap_space", "kv_offload_dir"}  # not without the prefix cache
     for config, given in ((ServerConfig(), SERVER), (EngineConfig(), ENGINE)):
         same = {field.name for field in fields(config) if getattr(config, field.name) == getattr(given, field.name)}
         assert same <= unset
+    tiers = what_would_start("m", "--swap-space", "0.5", "--kv-offload-dir", "/tmp/x")[2]
+    assert (tiers.swap_space, tiers.kv_offload_dir) == (0.5, "/tmp/x")
 
 
 def test_a_file_holds_the_same(what_would_start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,16 +114,21 @@ def test_a_file_holds_the_same(what_would_start: Any, tmp_path: Path, monkeypatc
         "max-body-bytes: 2MiB\nmax-prompts-per-request: 3\nmax-queued-requests: 4\nheader-timeout: 1.5\n"
         "body-timeout: 2.5\ntimeout-keep-alive: 3.5\ndrain-timeout: 4.5\nstep-timeout: 5.5\n"
         "max-connections: 5\ndisable-log-requests: true\n"
-        "log-prompts: true\nmetrics-namespace: vllm\nssl-cert-reqs: 1\nblock-size: 32\nmax-num-seqs: 3\n"
+        "log-prompts: true\nmetrics-namespace: vllm\nssl-cert-reqs: 1\nadmin-api-key: k0\n"
+        "block-size: 32\nmax-num-seqs: 3\n"
         "max-num-batched-tokens: 77\nscheduling-policy: priority\nkv-cache-memory-bytes: 1GiB\n"
         "enable-prefix-caching: false\nmax-model-len: 99\nseed: 12\nnum-threads: 1\nkv-cache-dtype: fp32\n"
-        "backend: reference\n"
+        "backend: reference\nkv-offload-space: 2\nrestore: false\npreemption-mode: swap\nsession-ttl: 60\n"
+        "max-pinned-fraction: 0.5\nkv-quota: 0.75\n"
     )
     assert what_would_start("--config", str(file)) == ("m", SERVER, ENGINE)
     model, server, engine = what_would_start("other", "--port", "1", "--config", str(file), "--api-key", "k3")
     assert (model, server.port, server.api_key, engine) == ("other", 1, ("k3",), ENGINE)
     monkeypatch.setenv("OCTAVO_API_KEY", "k4")
-    assert what_would_start("--config", str(file))[1].api_key == ("k1", "k2", "k4")
+    monkeypatch.setenv("OCTAVO_ADMIN_API_KEY", "k5")
+    keys = what_would_start("--config", str(file))[1]
+    assert (keys.api_key, keys.admin_api_key) == (("k1", "k2", "k4"), "k0")
+    assert what_would_start("m")[1].admin_api_key == "k5"
 
 
 def octavo(*arguments: str) -> tuple[int, str]:
@@ -155,6 +174,8 @@ def test_an_unknown_flag_is_answered_with_the_nearest() -> None:
         ({"ssl_keyfile": __file__}, "ssl_certfile"),
         ({"ssl_certfile": __file__}, "ssl_certfile"),
         ({"api_key": ("",)}, "api_key"),
+        ({"admin_api_key": " "}, "admin_api_key"),
+        ({"admin_api_key": "k", "api_key": ("j", "k")}, "admin_api_key"),
         ({"allowed_origins": ("[1]",)}, "allowed_origins"),
     ],
 )

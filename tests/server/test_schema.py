@@ -18,6 +18,7 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 from tests.server.serving import Served
+from tests.server.test_sessions import at
 
 CHECKS = [
     not_a_server_error,
@@ -35,6 +36,12 @@ PATHS = {
     "/detokenize": 20,
     "/v1/models": 5,
     "/v1/models/{model}": 5,
+    "/v1/sessions": 10,
+    "/v1/sessions/{id}": 10,
+    "/v1/sessions/{id}/pin": 20,
+    "/v1/sessions/{id}/release": 10,
+    "/v1/sessions/{id}/demote": 10,
+    "/v1/cache/save": 2,
     "/health": 5,
     "/version": 5,
     "/metrics": 5,
@@ -50,9 +57,11 @@ def test_the_description_names_every_path(small: Served) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_requests_made_from_it_are_answered_as_it_says(small: Served, path: str) -> None:
     ask_all(small, path, GenerationMode.POSITIVE)
+    for session in small.http.get("/v1/sessions", params={"limit": 1000}).json()["data"]:
+        assert small.http.post(at(session["id"], "/release")).status_code == 200
 
 
-@pytest.mark.parametrize("path", [path for path in PATHS if "completions" in path or "tokenize" in path])
+@pytest.mark.parametrize("path", [path for path in PATHS if path.endswith(("completions", "tokenize", "pin"))])
 def test_requests_that_contradict_it_are_refused(small: Served, path: str) -> None:
     ask_all(small, path, GenerationMode.NEGATIVE)
 

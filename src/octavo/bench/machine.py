@@ -143,6 +143,9 @@ class Watch:
         self.steps.append(Step(runs, start, end))
         return result
 
+    def close(self) -> None:
+        self._executor.close()
+
 
 def standing(steps: Iterable[Step], since: float, shape: Shape, probe: Probe) -> dict[str, Any]:
     """How near steps came to what the probe allows: those with prompts, those without, and all of them.

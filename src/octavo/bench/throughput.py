@@ -76,15 +76,16 @@ def _run(llm: LLM, workload: Workload, num_requests: int | None, seed: int) -> t
         "computed_tokens_per_s": computed / seconds,
         "num_steps": steps,
         "step_s": seconds / steps,
-        "time_to_first_token_s": _spread(list(first.values())),
-        "inter_token_s": _spread(gaps),
+        "time_to_first_token_s": spread(list(first.values())),
+        "inter_token_s": spread(gaps),
         "cached_tokens": after["hit_tokens"] - before["hit_tokens"],
         "num_preemptions": after["num_preemptions"] - before["num_preemptions"],
     }
     return figures, start
 
 
-def _spread(values: list[float]) -> dict[str, float] | None:
+def spread(values: list[float]) -> dict[str, float] | None:
+    """Median and 99th percentile, None of nothing."""
     if len(values) < 2:
         return {"median": values[0], "p99": values[0]} if values else None
     return {"median": statistics.median(values), "p99": statistics.quantiles(values, n=100, method="inclusive")[98]}

@@ -1,21 +1,23 @@
 """CacheManager: the only class of the cache that the scheduler calls.
 
-It joins the page pool, the page tables and the prefix index, and collects the page operations that the next step must
-carry out. Reserving is all or nothing: a call that returns None or False has changed nothing and evicted nothing.
-It never touches a tensor, never reads a clock and never decides who is served.
+It joins the pools of all tiers, the page tables, the prefix index and the sessions, and collects the page operations
+that the next step must carry out. Reserving is all or nothing: a call that returns None or False has changed nothing
+and evicted nothing. It never touches a tensor, never reads a clock and never decides who is served.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from octavo.cache.page_table import PageTable
 from octavo.cache.pages import PagePool
-from octavo.cache.prefix import Node, PrefixIndex, Tokens
-from octavo.types import CopyPage
+from octavo.cache.prefix import NOWHERE, Node, PrefixIndex, Tokens, on_its_way
+from octavo.cache.sessions import Session, Sessions
+from octavo.cache.tiers import Costs, Tiers
+from octavo.types import AwaitMove, CopyPage, Moved, PageLabel, PageOp, Place, Tier
 
 
 class Admission(NamedTuple):
@@ -23,6 +25,8 @@ class Admission(NamedTuple):
 
     num_computed: tokens whose KV is in the pages and is not computed again.
     write_start: tokens whose KV is in the pages; passes num_computed by one when every token was found.
+    Some of the pages may still be on their way: nothing may be computed while the table's `load` is not done, and if
+    that is not complete then, the table must be released.
     """
 
     table: PageTable
@@ -31,14 +35,17 @@ class Admission(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Not now: a running sequence is about to compute the page `tokens` after `node`, which will then be shared."""
+    """Not now: the page `tokens` after `node` will soon be there to be shared. A running sequence is about to compute
+    it, or it is being copied.
+    """
 
     node: Node
     tokens: Tokens
 
     @property
     def over(self) -> bool:
-        return self.tokens not in self.node.promised
+        child = self.node.children.get(self.tokens)
+        return self.tokens not in self.node.promised and (child is None or not on_its_way(child))
 
 
 @dataclass(slots=True)
@@ -56,25 +63,99 @@ class CacheStats:
     peak_pages: int = 0
 
 
-class CacheManager:
-    """Pages of `block_size` tokens for many sequences, shared where their tokens agree."""
+class TierPages(NamedTuple):
+    """The pages of a tier, by state."""
 
-    def __init__(self, num_pages: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+    total: int
+    referenced: int
+    cached: int
+    free: int
+
+
+class CacheManager:
+    """Pages of `block_size` tokens for many sequences, shared where their tokens agree, on up to three tiers.
+
+    `session_ttl`, `max_pinned_fraction` and `kv_quota` are EngineConfig's.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        num_host_pages: int = 0,
+        num_disk_pages: int = 0,
+        costs: Costs | None = None,
+        session_ttl: float = 0.0,
+        max_pinned_fraction: float = 0.25,
+        kv_quota: float = 1.0,
+    ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.pool = PagePool(num_pages)
+        pools = tuple(PagePool(number, session_ttl) for number in (num_pages, num_host_pages, num_disk_pages))
+        self.pool = pools[Tier.DEVICE]
         self.index = PrefixIndex(block_size)
+        self.tiers = Tiers(self.index, pools, costs or Costs(), block_size, kv_quota)
+        self.sessions = Sessions(self.tiers, max_pinned_fraction)
         self.tables: dict[PageTable, None] = {}
         self.stats = CacheStats()
-        self._page_ops: list[CopyPage] = []
 
     @property
     def num_pages(self) -> int:
         return self.pool.num_pages
 
+    @property
+    def busy(self) -> bool:
+        """Whether pages are to be moved, or copies are under way."""
+        tiers = self.tiers
+        return bool(tiers.moves or tiers.page_ops or tiers.to_save or tiers.over_quota)
+
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens of one sequence."""
         return -(-num_tokens // self.block_size)
+
+    def tier_pages(self) -> dict[Tier, TierPages]:
+        """Every tier's pages by state."""
+        return {
+            tier: TierPages(pool.num_pages, pool.num_referenced, pool.num_cached, pool.num_free)
+            for tier, pool in zip(Tier, self.tiers.pools, strict=True)
+        }
+
+    def restore(self, labels: Iterable[tuple[int, PageLabel]]) -> int:
+        """Make pages findable that an earlier process left on disk; returns how many. Before any request."""
+        pool = self.tiers.pools[Tier.DISK]
+        nodes = self.index.restore((record, label) for record, label in labels if record < pool.num_pages)
+        pool.take_these([node.places[Tier.DISK] for node in nodes])
+        for node in reversed(nodes):
+            self.tiers.release(Place(Tier.DISK, node.places[Tier.DISK]))
+        return len(nodes)
+
+    # ── time and copies ──
+
+    def tick(self, now: float) -> None:
+        """It is `now`, in seconds from anywhere: pins end."""
+        self.tiers.now = max(now, self.tiers.now)
+        self.sessions.tick()
+
+    def ended(self, moved: Iterable[Moved]) -> None:
+        """Take the ends of copies in."""
+        self.tiers.ended(moved)
+
+    def lost(self) -> None:
+        """No copy is under way: those that have not ended were never begun, since a step broke off, and have failed."""
+        self.tiers.ended([Moved(number, False) for number in self.tiers.moves])
+
+    def broke_off(self, page_ops: Iterable[PageOp]) -> None:
+        """These may not have been carried out: what would be written next is still awaited."""
+        self.tiers.page_ops[:0] = [op for op in page_ops if isinstance(op, AwaitMove)]
+
+    def take_page_ops(self) -> list[PageOp]:
+        """What must be done to pages, in this order, before the next forward pass, and what may be done meanwhile."""
+        self.tiers.hold_to_quota()
+        self.tiers.ahead()
+        ops, self.tiers.page_ops = self.tiers.page_ops, []
+        return ops
 
     # ── a sequence's life: admit, reserve, commit, (fork), release ──
 
@@ -86,46 +167,54 @@ class CacheManager:
         spare: int = 0,
         use_cache: bool = True,
         resumed: bool = False,
+        owner: str = "",
+        session: Session | None = None,
     ) -> Admission | Wait | None:
         """Reserve pages for all `tokens`, taking from the cache what is there.
 
         At most len(tokens) - 1 tokens count as computed: the last one's logits are needed. If all are found, its KV is
         not written again, so that even the last page stays shared. `spare` pages must remain available afterwards.
-        Returns Wait if a page that comes next is being computed by another sequence, None if there is no room.
+        Pages that lie below are brought back as far as that is cheaper than computing them. What is computed belongs to
+        `owner`. Returns Wait if a page that comes next is on its way already, None if there is no room.
         """
         size, pool = self.block_size, self.pool
         if not (use_cache and self.enable_prefix_caching):
             if self.pages_for(len(tokens)) + spare > pool.num_available:
                 return None
-            table = self._open(PageTable(self.index.root(identity), array("i")))
+            table = self._open(PageTable(self.index.root(identity), array("i"), owner))
             self._grow(table, self.pages_for(len(tokens)))
             return Admission(table, 0, 0)
 
         match = self.index.match(identity, tokens)
         if match.promise is not None and len(match.promise) == size:
             return Wait(match.node, match.promise)
-        hits = [node.page for node in match.nodes]
-        found = len(hits) * size
+        hits, below = self._split(match.nodes)
+        nodes = match.nodes[: len(hits) + len(below)]
+        found = len(nodes) * size
         num_partial = max(min(match.num_partial, len(tokens) - 1 - found), 0)
-        source = match.partial.page if match.partial is not None and num_partial > 0 else None
+        whole = match.partial is not None and len(nodes) == len(match.nodes) and match.partial.page != NOWHERE
+        source = match.partial.page if match.partial is not None and whole and num_partial > 0 else None
         num_new = self.pages_for(len(tokens)) - len(hits)
         room = pool.num_available - spare - sum(1 for page in hits if pool.refs(page) == 0)
         if num_new > room:
             return None
-        if source is not None and num_new > room - (pool.refs(source) == 0):
-            source, num_partial = None, 0  # the page to copy from would have to be evicted to make room for its copy
+        if source is None or num_new > room - (pool.refs(source) == 0):
+            source, num_partial = None, 0  # a page to copy from might have to be evicted to make room for its copy
 
         for page in hits:
-            pool.acquire(page)
+            self._acquire(page)
         self.stats.pages_shared += len(hits)
         if source is not None:
-            pool.acquire(source)
-        table = self._open(PageTable(match.node, array("i", hits)))
-        table.num_indexed = len(hits)
+            self._acquire(source)
+        places = self.tiers.hold(below)
+        table = self._open(PageTable(nodes[-1] if nodes else match.root, array("i", hits), owner))
+        table.num_indexed = len(nodes)
         self._grow(table, len(hits) + num_new)
+        if below:
+            table.load = self.tiers.load(table, len(hits), below, places)
         if source is not None:
-            self._copy(source, table.pages[len(hits)])
-            pool.release(source, findable=True)
+            self._copy(source, table.pages[len(nodes)])
+            self._release(source)
 
         num_computed = min(found + num_partial, len(tokens) - 1)
         if resumed:
@@ -133,8 +222,20 @@ class CacheManager:
         else:
             self.stats.queried_tokens += len(tokens)
             self.stats.hit_tokens += num_computed
+            if session is not None:
+                session.queried_tokens += len(tokens)
+                session.hit_tokens += num_computed
         self._promise(table, tokens)
         return Admission(table, num_computed, max(found, num_computed))
+
+    def _split(self, nodes: list[Node]) -> tuple[list[int], list[Node]]:
+        """Of a path: the pages on the device, and what follows them below and is worth bringing back."""
+        hits = [node.page for node in nodes if node.page != NOWHERE]
+        below = nodes[len(hits) :]
+        if not below:
+            return hits, below
+        tiers = [place.tier for node in below if (place := node.nearest) is not None]
+        return hits, below[: self.tiers.costs.num_worth_loading(tiers, len(hits) * self.block_size, self.block_size)]
 
     def reserve(self, table: PageTable, start: int, stop: int) -> bool:
         """Make positions start…stop writable: add pages up to `stop`, copy the page of `start` if it is shared."""
@@ -150,7 +251,7 @@ class CacheManager:
             shared = pages[at]
             pages[at] = self._take()
             self._copy(shared, pages[at])
-            pool.release(shared, findable=shared in self.index)
+            self._release(shared)
         table.tail_shared = False
         if num_new > 0:
             self._grow(table, len(pages) + num_new)
@@ -170,11 +271,14 @@ class CacheManager:
             key = tuple(tokens[at * size : (at + 1) * size])
             child = node.children.get(key)
             if child is None:
-                child = self.index.insert(node, key, pages[at])
+                child = self.index.insert(node, key, Place(Tier.DEVICE, pages[at]), table.owner)
+            elif child.page == NOWHERE:
+                child.owner = child.owner or table.owner
+                self.index.put(child, Place(Tier.DEVICE, pages[at]))
             elif child.page != pages[at]:
                 own, pages[at] = pages[at], child.page
-                self.pool.acquire(child.page)
-                self.pool.release(own, findable=False)
+                self._acquire(child.page)
+                self._release(own)
                 self.stats.pages_merged += 1
             node = child
         table.node = node
@@ -183,29 +287,31 @@ class CacheManager:
 
     def fork(self, table: PageTable) -> PageTable:
         """A second table over the same pages, the one being filled included; whoever writes first copies it."""
-        twin = PageTable(table.node, table.pages[:])
+        twin = PageTable(table.node, table.pages[:], table.owner)
         twin.num_indexed = table.num_indexed
         twin.tail_shared = table.tail_shared = True
         for page in table.pages:
-            self.pool.acquire(page)
+            self._acquire(page)
         self.stats.pages_shared += len(table.pages)
         return self._open(twin)
 
-    def release(self, table: PageTable) -> None:
-        """Give all pages back, tail first: in the eviction queue a descendant stands before its ancestors."""
+    def release(self, table: PageTable, session: Session | None = None) -> None:
+        """Give all pages back, tail first: in the eviction queue a descendant stands before its ancestors.
+
+        Pages on their way come back when they have arrived. The session may come back to where the table ends.
+        """
         self._withdraw(table)
+        if table.load is not None:
+            table.load.table = None
+        if session is not None and table.load is None:
+            self.sessions.follow(session, table.node)
         for page in reversed(table.pages):
-            self.pool.release(page, findable=page in self.index)
+            self._release(page)
         del self.tables[table]
         del table.pages[:]
 
-    def take_page_ops(self) -> list[CopyPage]:
-        """The copies that must be made, in this order, before the next forward pass."""
-        ops, self._page_ops = self._page_ops, []
-        return ops
-
     def drop_cached(self) -> int:
-        """Forget every cached page nobody references; returns how many."""
+        """Let every cached page that nobody references leave the device tier; returns how many."""
         count = self.pool.num_cached
         for _ in range(count):
             self._evict()
@@ -230,11 +336,17 @@ class CacheManager:
         return page
 
     def _evict(self) -> None:
-        self.index.remove(self.pool.evict())
+        self.tiers.evict(Tier.DEVICE)
         self.stats.pages_evicted += 1
 
+    def _acquire(self, page: int) -> None:
+        self.tiers.acquire(Place(Tier.DEVICE, page))
+
+    def _release(self, page: int) -> None:
+        self.tiers.release(Place(Tier.DEVICE, page))
+
     def _copy(self, src: int, dst: int) -> None:
-        self._page_ops.append(CopyPage(src, dst))
+        self.tiers.page_ops.append(CopyPage(src, dst))
         self.stats.pages_copied += 1
 
     def _promise(self, table: PageTable, tokens: Sequence[int]) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from typing import TYPE_CHECKING
 
 from octavo.cache.prefix import Node
+
+if TYPE_CHECKING:
+    from octavo.cache.tiers import Load
 
 
 class PageTable:
@@ -14,15 +18,18 @@ class PageTable:
                  0                 num_indexed                          len(pages)
 
     `node` is the prefix-index node of the last findable page (the identity's root while there is none).
+    `load` brings findable pages back from the tiers below; until it is done nobody may read or write them.
     `tail_shared` says that the page being filled may have other holders, so that writing it needs a copy first.
     Only the CacheManager changes a table.
     """
 
-    __slots__ = ("node", "num_indexed", "pages", "promise", "tail_shared")
+    __slots__ = ("load", "node", "num_indexed", "owner", "pages", "promise", "tail_shared")
 
-    def __init__(self, node: Node, pages: array[int]) -> None:
+    def __init__(self, node: Node, pages: array[int], owner: str = "") -> None:
         self.node = node
+        self.owner = owner
         self.pages = pages
         self.num_indexed = 0
         self.tail_shared = False
+        self.load: Load | None = None
         self.promise: tuple[Node, tuple[int, ...]] | None = None

@@ -6,37 +6,56 @@ Every page is in exactly one of three states, and every transition is O(1):
                     ▲      └────release, findable──────► cached ──evict──► free
                     └──acquire───────────────────────────┘
 
+Cached pages stand in two queues, the least recently released first. Those that are *kept* (a session may come back for
+them) seem younger than they are: after t seconds as if after t · t / session_ttl, until t is session_ttl and they are
+pages like any other. So their advantage fades and nowhere jumps, and a kept page never goes before another that was
+released earlier: an ancestor, which is released no earlier and is kept if a descendant is, outlives it.
+
 It knows page ids and counts. It never knows whose a page is or which tokens lie in it.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+
+class Released(NamedTuple):
+    """When a page became cached: the time, and a count that tells apart what has the same time."""
+
+    at: float
+    number: int
 
 
 class PagePool:
     """The pages of one tier."""
 
-    __slots__ = ("_cached", "_free", "_refs", "num_pages")
+    __slots__ = ("_cached", "_free", "_kept", "_num_releases", "_num_used", "_refs", "_session_ttl", "num_pages")
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, session_ttl: float = 0.0) -> None:
         self.num_pages = num_pages
-        self._refs = [0] * num_pages
-        self._free = list(range(num_pages - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # first = least recently used
+        self._session_ttl = session_ttl
+        self._refs = array("i", bytes(4 * num_pages))
+        self._free: list[int] = []  # given back, the latest last
+        self._num_used = 0  # those from here on were never taken
+        self._cached: OrderedDict[int, Released] = OrderedDict()
+        self._kept: OrderedDict[int, Released] = OrderedDict()
+        self._num_releases = 0
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self.num_pages - self._num_used + len(self._free)
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached)
+        return len(self._cached) + len(self._kept)
 
     @property
     def num_available(self) -> int:
-        """Pages that can be had: free ones, and cached ones at the price of forgetting them."""
-        return len(self._free) + len(self._cached)
+        """Pages that can be had: free ones, and cached ones at the price of moving or forgetting them."""
+        return self.num_free + len(self._cached) + len(self._kept)
 
     @property
     def num_referenced(self) -> int:
@@ -48,34 +67,86 @@ class PagePool:
 
     def take(self) -> int:
         """A free page, now referenced once. The caller has made sure that one is free."""
-        page = self._free.pop()
+        if self._free:
+            page = self._free.pop()
+        else:
+            page = self._num_used
+            self._num_used += 1
         self._refs[page] = 1
         return page
+
+    def take_these(self, pages: Collection[int]) -> None:
+        """Reference these pages of a pool that is as new, once each."""
+        taken = set(pages)
+        self._num_used = max(taken, default=-1) + 1
+        self._free = [page for page in range(self._num_used - 1, -1, -1) if page not in taken]
+        for page in taken:
+            self._refs[page] = 1
 
     def acquire(self, page: int) -> None:
         """One more holder of a referenced or cached page."""
         if self._refs[page] == 0:
-            del self._cached[page]
+            del (self._kept if page in self._kept else self._cached)[page]
         self._refs[page] += 1
 
-    def release(self, page: int, *, findable: bool) -> None:
+    def release(self, page: int, *, findable: bool, kept: bool = False, now: float = 0.0) -> None:
         """One holder less. The last one leaves the page cached if it is findable, else free."""
         self._refs[page] -= 1
         if self._refs[page] == 0:
             if findable:
-                self._cached[page] = None
+                self._num_releases += 1
+                (self._kept if kept else self._cached)[page] = Released(now, self._num_releases)
             else:
                 self._free.append(page)
 
-    def evict(self) -> int:
-        """Free the least recently used cached page and say which it was."""
-        page, _ = self._cached.popitem(last=False)
+    def evict(self, page: int) -> None:
+        """Free a cached page."""
+        del (self._kept if page in self._kept else self._cached)[page]
         self._free.append(page)
-        return page
 
-    def eviction_order(self) -> list[int]:
+    def coldest(self, now: float) -> int:
+        """The cached page that goes next; there must be one. O(1)."""
+        if not self._kept:
+            return next(iter(self._cached))
+        if not self._cached:
+            return next(iter(self._kept))
+        page, released = next(iter(self._cached.items()))
+        kept, kept_released = next(iter(self._kept.items()))
+        return kept if self._goes_first(kept_released, released, now) else page
+
+    def coldest_first(self, now: float) -> Iterator[int]:
+        """Cached pages in eviction order. The queues must not change meanwhile."""
+        cached, kept = iter(self._cached.items()), iter(self._kept.items())
+        one, other = next(cached, None), next(kept, None)
+        while one is not None or other is not None:
+            if one is None or (other is not None and self._goes_first(other[1], one[1], now)):
+                assert other is not None
+                yield other[0]
+                other = next(kept, None)
+            else:
+                yield one[0]
+                one = next(cached, None)
+
+    def _goes_first(self, kept: Released, other: Released, now: float) -> bool:
+        """Whether the first of the kept pages goes before the first of the others."""
+        age = now - kept.at
+        seems = age * age / self._session_ttl if age < self._session_ttl else age
+        return (-seems, kept.number) < (other.at - now, other.number)
+
+    def eviction_order(self, now: float = 0.0) -> list[int]:
         """Cached pages, the next to go first."""
-        return list(self._cached)
+        return list(self.coldest_first(now))
+
+    def released(self, page: int) -> tuple[bool, Released]:
+        """Of a cached page: whether it is kept, and since when it is cached."""
+        kept = page in self._kept
+        return kept, (self._kept if kept else self._cached)[page]
 
     def free_pages(self) -> list[int]:
+        """Those that were taken before; the pages from `num_used` on are free too."""
         return list(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Pages below this number have been taken at some time."""
+        return self._num_used

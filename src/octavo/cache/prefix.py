@@ -1,46 +1,97 @@
-"""PrefixIndex: exact token path → page.
+"""PrefixIndex: exact token path → page, on any tier.
 
 A tree whose edges are whole pages of tokens, rooted per identity. An edge is found by comparing the tokens themselves,
 so no two prompts can be taken for each other; a root is found by its identity tuple, so no tenant sees another's pages.
-It knows which page a path leads to. It never counts references and never evicts on its own.
+It knows where the page of a path lies. It never counts references and never evicts on its own.
 """
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from bisect import bisect_left, insort
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
 
+from octavo.types import PageLabel, Place, Tier
+
+if TYPE_CHECKING:
+    from octavo.cache.sessions import Session
+    from octavo.cache.tiers import Load, Move
+
 Tokens = tuple[int, ...]
+NOWHERE = -1
 
 
 class Node:
-    """A page of tokens after its parent's; page -1 marks a root.
+    """A page of tokens after its parent's.
 
+    `places` holds its page on each tier, or NOWHERE; on the device tier, whoever has a page has ancestors with pages.
     `children` finds an edge; `ordered` holds the same keys sorted, because the longest common beginning with any other
     page of tokens is then found beside the place where that page would stand. `promised` holds edges that a running
-    sequence is about to add.
+    sequence is about to add. `load` is bringing the page back to the device; `moves` copy it to tiers below.
+    `unmoved`: the last copy to a tier below failed. `kept`: it was on the path of a session; `num_sessions`: of so many
+    it is now; `sessions`: those that end here. `owner`: the tenant who computed it.
     """
 
-    __slots__ = ("__weakref__", "children", "ordered", "page", "parent", "promised", "tokens")
+    __slots__ = (
+        *("__weakref__", "children", "digest", "kept", "load", "moves", "num_sessions", "ordered", "owner", "parent"),
+        *("places", "promised", "sessions", "tokens", "unmoved"),
+    )
 
-    def __init__(self, parent: Node | None, tokens: Tokens, page: int) -> None:
+    def __init__(self, parent: Node | None, tokens: Tokens, owner: str = "") -> None:
         self.parent = parent
         self.tokens = tokens
-        self.page = page
+        self.owner = owner
+        self.places = [NOWHERE, NOWHERE, NOWHERE]
         self.children: dict[Tokens, Node] = {}
         self.ordered: list[Tokens] = []
         self.promised: set[Tokens] = set()
+        self.load: Load | None = None
+        self.moves: tuple[Move, ...] = ()
+        self.unmoved = False
+        self.kept = False
+        self.num_sessions = 0
+        self.sessions: dict[Session, None] | None = None
+        self.digest: bytes | None = None
+
+    @property
+    def page(self) -> int:
+        """The page on the device tier."""
+        return self.places[Tier.DEVICE]
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be found from its parent, whatever became of that."""
+        return self.parent is None or self.parent.children.get(self.tokens) is self
+
+    @property
+    def nearest(self) -> Place | None:
+        """The copy that is fetched fastest."""
+        return next(iter(self.all_places()), None)
+
+    def all_places(self) -> list[Place]:
+        """Where it lies, the nearest first."""
+        return [Place(tier, page) for tier, page in zip(Tier, self.places, strict=True) if page != NOWHERE]
+
+    def path(self) -> Iterator[Node]:
+        """The node and its ancestors, nearest first, without the root."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
 
 
 class Match(NamedTuple):
     """The longest cached beginning of some tokens.
 
-    `nodes`: whole pages found, first to last; `node`: the last of them or the root. `partial`: a page of which the
-    first `num_partial` tokens come next. `promise`: the next whole page, if a running sequence is about to compute it.
+    `nodes`: whole pages found, first to last, after `root`; `node`: the last of them or the root. `partial`: a page of
+    which the first `num_partial` tokens come next. `promise`: the next whole page, if it is on its way: a running
+    sequence is about to compute it, or a copy of it is under way.
     """
 
+    root: Node
     node: Node
     nodes: list[Node]
     partial: Node | None
@@ -49,65 +100,142 @@ class Match(NamedTuple):
 
 
 class PrefixIndex:
-    """Every findable page of one tier, by its exact tokens and all tokens before them."""
+    """Every findable page of every tier, by its exact tokens and all tokens before them."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._roots: WeakValueDictionary[tuple[str, ...], Node] = WeakValueDictionary()
-        self._by_page: dict[int, Node] = {}
+        self._restored: dict[bytes, Node] = {}
+        self._by_page: tuple[dict[int, Node], ...] = ({}, {}, {})
 
     def __len__(self) -> int:
-        return len(self._by_page)
+        return len(self._by_page[Tier.DEVICE])
 
     def __contains__(self, page: int) -> bool:
-        return page in self._by_page
+        return page in self._by_page[Tier.DEVICE]
 
-    def node_of(self, page: int) -> Node:
-        return self._by_page[page]
+    def node_of(self, page: int, tier: Tier = Tier.DEVICE) -> Node:
+        return self._by_page[tier][page]
 
-    def pages(self) -> list[int]:
-        return list(self._by_page)
+    def find(self, place: Place) -> Node | None:
+        """The node of a page, if the page is findable."""
+        return self._by_page[place.tier].get(place.page)
+
+    def pages(self, tier: Tier = Tier.DEVICE) -> list[int]:
+        return list(self._by_page[tier])
 
     def root(self, identity: tuple[str, ...]) -> Node:
         """The identity's root. It lives as long as a page below it or a table that began there."""
         root = self._roots.get(identity)
         if root is None:
-            root = self._roots[identity] = Node(None, (), -1)
+            digest = hashlib.sha256(repr(identity).encode()).digest()
+            root = self._roots[identity] = self._restored[digest] if digest in self._restored else Node(None, ())
+            self._restored.pop(digest, None)
+            root.digest = digest
         return root
 
     def match(self, identity: tuple[str, ...], tokens: Sequence[int]) -> Match:
         """Find the longest cached beginning of `tokens`: whole pages, then a part of one more. Changes nothing."""
         size = self._block_size
-        node = self.root(identity)
+        node = root = self.root(identity)
         nodes: list[Node] = []
         key: Tokens = ()
         for start in range(0, len(tokens), size):
             key = tuple(tokens[start : start + size])
             child = node.children.get(key)
-            if child is None:
+            if child is None or on_its_way(child):
                 break
             nodes.append(child)
             node = child
         else:
-            return Match(node, nodes, None, 0, None)
+            return Match(root, node, nodes, None, 0, None)
+        if child is not None:
+            return Match(root, node, nodes, None, 0, key)
         partial, num_partial = _longest_common(node, key)
-        return Match(node, nodes, partial, num_partial, key if key in node.promised else None)
+        return Match(root, node, nodes, partial, num_partial, key if key in node.promised else None)
 
-    def insert(self, parent: Node, tokens: Tokens, page: int) -> Node:
-        """Make `page` findable as the page of `tokens` after `parent`. The path must be new."""
-        node = Node(parent, tokens, page)
+    def insert(self, parent: Node, tokens: Tokens, place: Place, owner: str = "") -> Node:
+        """Make a page findable as the page of `tokens` after `parent`. The path must be new."""
+        node = Node(parent, tokens, owner)
         parent.children[tokens] = node
         insort(parent.ordered, tokens)
-        self._by_page[page] = node
+        self.put(node, place)
         return node
 
-    def remove(self, page: int) -> None:
-        """Make a page unfindable. It must have no children: descendants go before their ancestors."""
-        node = self._by_page.pop(page)
+    def put(self, node: Node, place: Place) -> None:
+        """Let the node's page be found at one more place."""
+        node.places[place.tier] = place.page
+        self._by_page[place.tier][place.page] = node
+
+    def take(self, node: Node, tier: Tier) -> int:
+        """Let it be found there no more; returns the page."""
+        page, node.places[tier] = node.places[tier], NOWHERE
+        del self._by_page[tier][page]
+        return page
+
+    def remove(self, node: Node) -> None:
+        """Forget a node that lies nowhere; sessions end at its parent then.
+
+        It must have no children: descendants go before their ancestors.
+        """
         parent = node.parent
-        assert parent is not None and not node.children, f"page {page} is evicted before its descendants"
+        assert parent is not None and not node.children, "a page is forgotten before its descendants"
         del parent.children[node.tokens]
         del parent.ordered[bisect_left(parent.ordered, node.tokens)]
+        for session in list(node.sessions or ()):
+            session.end_at(parent)
+
+    def by_depth(self) -> list[Node]:
+        """All nodes, ancestors before their descendants."""
+        found = [node for root in (*self._roots.values(), *self._restored.values()) for node in root.children.values()]
+        for node in found:
+            found += node.children.values()
+        return found
+
+    # ── what survives a restart ──
+
+    def label(self, node: Node) -> PageLabel:
+        """What the page is found by on disk."""
+        pending = [node]
+        while (parent := pending[-1].parent) is not None and parent.digest is None:
+            pending.append(parent)
+        for at in reversed(pending):
+            assert at.parent is not None and at.parent.digest is not None
+            at.digest = hashlib.sha256(at.parent.digest + array("i", at.tokens).tobytes()).digest()
+        assert node.digest is not None and node.parent is not None and node.parent.digest is not None
+        return PageLabel(node.digest, node.parent.digest, node.tokens)
+
+    def restore(self, labels: Iterable[tuple[int, PageLabel]]) -> list[Node]:
+        """Make records on disk findable, as soon as their root is asked for; ancestors come first in what is returned.
+
+        A record that says the same as another, whose digest is not that of its path, or that is not a whole page of
+        tokens is left out.
+        """
+        by_parent: dict[bytes, list[tuple[int, PageLabel]]] = {}
+        for record, label in labels:
+            by_parent.setdefault(label.parent, []).append((record, label))
+        own = {label.digest for records in by_parent.values() for _, label in records}
+        nodes: list[Node] = []
+        for digest in [digest for digest in by_parent if digest not in own]:
+            root = self._restored[digest] = Node(None, ())
+            root.digest = digest
+            ahead = [root]
+            while ahead:
+                parent = ahead.pop()
+                for record, label in by_parent.get(parent.digest or b"", ()):
+                    expected = hashlib.sha256(label.parent + array("i", label.tokens).tobytes()).digest()
+                    whole = len(label.tokens) == self._block_size
+                    if whole and label.digest == expected and label.tokens not in parent.children:
+                        node = self.insert(parent, label.tokens, Place(Tier.DISK, record))
+                        node.digest = label.digest
+                        nodes.append(node)
+                        ahead.append(node)
+        return nodes
+
+
+def on_its_way(node: Node) -> bool:
+    """Whether the page can be used when a copy has ended, and not before."""
+    return node.places[Tier.DEVICE] == NOWHERE and (node.load is not None or node.nearest is None)
 
 
 def _longest_common(node: Node, key: Tokens) -> tuple[Node | None, int]:

@@ -20,9 +20,9 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import astuple, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar, overload
+from typing import Any, Generic, Literal, NamedTuple, Self, TypeVar, overload
 
 import msgspec
 
@@ -32,28 +32,36 @@ from octavo.engine.process import (
     Abort,
     Accepted,
     Add,
+    Answer,
     Broke,
     Changed,
+    Command,
     Crashed,
+    Denied,
     EngineStats,
     Failed,
     Finish,
     Frames,
     Launch,
+    ListSessions,
     Logged,
     Ready,
     Refused,
     Reply,
+    Save,
+    Saved,
+    Sessions,
     Stepped,
     Stop,
+    TouchSession,
     error_of,
     framed,
 )
-from octavo.errors import EngineDead, InvalidRequest, Overloaded, RequestFailed
+from octavo.errors import EngineDead, InvalidRequest, Overloaded, RequestFailed, UnknownSession
 from octavo.models.tokenizer import Tokenizer
 from octavo.models.weights import open_checkpoint
 from octavo.scheduler.limits import Limits
-from octavo.types import Guide, Output, Request
+from octavo.types import Guide, Output, Request, SessionInfo
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +78,13 @@ ABORT_S = 1.0
 """How long a child that hangs may take to say where, before it is killed."""
 
 T = TypeVar("T")
+
+
+class _Asked(NamedTuple):
+    """A question that the child has not answered yet, and when it was sent."""
+
+    answer: asyncio.Future[Answer]
+    at: float
 
 
 class RequestStream(Generic[T]):
@@ -152,7 +167,7 @@ def _as_it_is(stream: RequestStream[Output], output: Output, now: float) -> Outp
 class AsyncLLM:
     """An engine in a child process. Made by `start`, ended by `close`.
 
-    `on_step` is called after each step with how many tokens it computed.
+    `on_step` is called after each step that computed tokens, with how many.
 
     If the child dies, every open stream raises EngineDead and the child is started again, once; when that one dies too,
     `on_fatal` is called with the reason and every later `submit` raises EngineDead. A child that has work and says
@@ -179,6 +194,8 @@ class AsyncLLM:
         self._on_fatal = on_fatal
         self.on_step: Callable[[int], None] = lambda num_tokens: None
         self._streams: dict[str, RequestStream[Any]] = {}
+        self._asked: dict[int, _Asked] = {}
+        self._num_asked = 0
         self._finished: Counter[str] = Counter()
         self._stats = EngineStats()
         self._before = EngineStats()  # what the counters had reached when the last child died
@@ -250,7 +267,7 @@ class AsyncLLM:
         """
         before, now = self._before, self._stats
         num_waiting = now.num_waiting + sum(not stream._accepted.done() for stream in self._streams.values())
-        sums = {name: _added(getattr(before, name), getattr(now, name)) for name in ("scheduler", "cache")}
+        sums = {name: _added(getattr(before, name), getattr(now, name)) for name in ("scheduler", "cache", "moves")}
         return msgspec.structs.replace(now, **sums, num_waiting=num_waiting, finished=dict(self._finished))
 
     @overload
@@ -273,8 +290,12 @@ class AsyncLLM:
         if self._max_queued is not None and self.num_queued >= self._max_queued:
             raise Overloaded(f"{self._max_queued} requests are queued already (max_queued_requests)")
         prompt = array("i", request.prompt_token_ids).tobytes()
+        add = Add(
+            *(request.request_id, prompt, request.params, request.identity),
+            *(request.priority, request.tenant, request.session_id),
+        )
         try:
-            frame = framed(Add(request.request_id, prompt, request.params, request.identity, request.priority))
+            frame = framed(add)
         except UnicodeEncodeError:
             raise InvalidRequest("request", "holds half a surrogate pair, which is no character") from None
         stream = RequestStream(self, request, take)
@@ -288,8 +309,43 @@ class AsyncLLM:
             raise
         return stream
 
+    async def sessions(self, tenant: str | None = None, limit: int = 100) -> list[SessionInfo]:
+        """Sessions of a tenant, or of all: up to `limit`, the longest idle first. Raises EngineDead."""
+        return _sessions(await self._ask(lambda number: ListSessions(number, tenant, limit)))
+
+    async def session(self, tenant: str, session_id: str) -> SessionInfo:
+        """What a session holds. Raises UnknownSession, EngineDead."""
+        return await self._touch("show", tenant, session_id)
+
+    async def pin(self, tenant: str, session_id: str, ttl_s: float) -> SessionInfo:
+        """Keep a session's pages where they are for `ttl_s` seconds; 0 ends that.
+
+        Raises UnknownSession, PinRefused, EngineDead.
+        """
+        return await self._touch("pin", tenant, session_id, ttl_s)
+
+    async def release_session(self, tenant: str, session_id: str) -> SessionInfo:
+        """Forget a session and drop the idle pages that are its alone; returns what it held.
+
+        Raises UnknownSession, EngineDead.
+        """
+        return await self._touch("release", tenant, session_id)
+
+    async def demote_session(self, tenant: str, session_id: str) -> SessionInfo:
+        """Have the idle pages that are a session's alone leave the pool. Raises UnknownSession, EngineDead."""
+        return await self._touch("demote", tenant, session_id)
+
+    async def save(self) -> Saved:
+        """Write what can be found to disk, and wait until all is written. Raises ConfigError, EngineDead.
+
+        Whoever asks during a save is told of that one's end; whoever stops waiting stops nothing.
+        """
+        saved = await self._ask(Save)
+        assert isinstance(saved, Saved)
+        return saved
+
     async def drain(self, timeout_s: float) -> int:
-        """Take no more requests and wait for those under way; after `timeout_s` the rest fail. Returns how many."""
+        """Take no more requests and wait for what is under way; after `timeout_s` the rest fail. Returns how many."""
         self._end("the engine is shutting down")
         with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
@@ -324,6 +380,32 @@ class AsyncLLM:
         finally:
             self._num_compiling -= 1
 
+    async def _touch(
+        self, action: Literal["show", "pin", "release", "demote"], tenant: str, session_id: str, ttl_s: float = 0.0
+    ) -> SessionInfo:
+        touch = await self._ask(lambda number: TouchSession(number, action, tenant, session_id, ttl_s))
+        return _sessions(touch)[0]
+
+    async def _ask(self, command: Callable[[int], Command]) -> Answer:
+        """Have a numbered command answered. While the engine is being restarted, this waits for it."""
+        await self._up.wait()
+        if self._ended is not None:
+            raise EngineDead(self._ended)
+        self._num_asked += 1
+        number = self._num_asked
+        try:
+            frame = framed(command(number))
+        except UnicodeEncodeError:
+            raise UnknownSession("no session's name holds half a surrogate pair") from None
+        asked = self._asked[number] = _Asked(asyncio.get_running_loop().create_future(), time.monotonic())
+        self._idle.clear()
+        self._child.send(frame)
+        try:
+            return await asked.answer
+        finally:
+            del self._asked[number]
+            self._check_idle()
+
     # ── called by streams ──
 
     def _finish(self, stream: RequestStream[Any], index: int) -> None:
@@ -348,17 +430,20 @@ class AsyncLLM:
     @property
     def _silent_s(self) -> float:
         """For how long nothing was heard although there is work."""
-        oldest = next(iter(self._streams.values()), None)
-        if oldest is None or not self._up.is_set():
+        since = [stream.queued_at for stream in self._streams.values()][:1]
+        since += [asked.at for asked in self._asked.values()][:1]
+        if not since or not self._up.is_set():
             return 0.0
-        return time.monotonic() - max(self._child.heard_at, oldest.queued_at)
+        return time.monotonic() - max(self._child.heard_at, min(since))
 
     # ── called by the child ──
 
     def _take(self, reply: Reply) -> None:
         match reply:
             case Stepped():
-                self.on_step(reply.stats.scheduler.computed_tokens - self._stats.scheduler.computed_tokens)
+                computed = reply.stats.scheduler.computed_tokens - self._stats.scheduler.computed_tokens
+                if computed:  # a step may only have moved pages
+                    self.on_step(computed)
                 self._stats = reply.stats
                 for request_id in reply.scheduled:
                     if (stream := self._streams.get(request_id)) is not None:
@@ -379,6 +464,13 @@ class AsyncLLM:
             case Broke(request_id, cause):
                 if (stream := self._streams.get(request_id)) is not None:
                     self._fail(stream, RequestFailed(f"the engine could not compute this request: {cause}"))
+            case Sessions() | Saved() | Denied():
+                asked = self._asked.get(reply.number)
+                if asked is not None and not asked.answer.done():
+                    if isinstance(reply, Denied):
+                        asked.answer.set_exception(error_of(reply.kind, reply.place, reply.message))
+                    else:
+                        asked.answer.set_result(reply)
             case Logged(name, level, text):
                 logging.getLogger(name).log(level, "%s", text)
 
@@ -415,12 +507,15 @@ class AsyncLLM:
         self._check_idle()
 
     def _check_idle(self) -> None:
-        if not self._streams:
+        if not self._streams and not self._asked:
             self._idle.set()
 
     def _fail_all(self, reason: str) -> None:
         for stream in list(self._streams.values()):
             self._fail(stream, EngineDead(reason))
+        for asked in self._asked.values():
+            if not asked.answer.done():
+                asked.answer.set_exception(EngineDead(reason))
 
     def _fail(self, stream: RequestStream[Any], error: Exception) -> None:
         stream._failure = error
@@ -574,8 +669,21 @@ class _Child(asyncio.Protocol):
             self.on_death(cause)
 
 
+def _sessions(answer: Answer) -> list[SessionInfo]:
+    assert isinstance(answer, Sessions)
+    return answer.sessions
+
+
 def _added(before: Any, now: Any) -> Any:
     """Two statistics of one kind as one: sums of counts, the larger peak."""
-    names = [field.name for field in fields(now)]
-    pairs = zip(names, astuple(before), astuple(now), strict=True)
-    return type(now)(*(max(a, b) if name.startswith("peak_") else a + b for name, a, b in pairs))
+    sums = {}
+    for name in [field.name for field in fields(now)]:
+        a, b = getattr(before, name), getattr(now, name)
+        sums[name] = max(a, b) if name.startswith("peak_") else _sum(a, b)
+    return type(now)(**sums)
+
+
+def _sum(before: Any, now: Any) -> Any:
+    if isinstance(now, dict):
+        return {key: before.get(key, 0) + now.get(key, 0) for key in before | now}
+    return before + now

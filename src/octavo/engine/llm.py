@@ -6,6 +6,7 @@ schedules, samples or touches a page. Not thread-safe: one thread, and one engin
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
@@ -15,20 +16,23 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
+from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from octavo.cache.manager import CacheManager
+from octavo.cache.tiers import Costs
 from octavo.config import EngineConfig, ModelConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.guide import Guides
-from octavo.engine.kv_store import KVStore, available_memory, pool_size
+from octavo.engine.kv_store import GIB, KVStore, available_memory, host_size, pool_size
+from octavo.engine.page_file import PageFile
 from octavo.engine.runner import ModelRunner
 from octavo.engine.sampler import Sampler
 from octavo.engine.text import ChoiceText
 from octavo.errors import ConfigError, InvalidRequest, OctavoError
-from octavo.kv_format import ALIASES, KVFormat
+from octavo.kv_format import ALIASES, KV_REVISION, KVFormat
 from octavo.models import ARCHITECTURES
 from octavo.models.catalog import resolve
 from octavo.models.llama import Decoder
@@ -36,7 +40,12 @@ from octavo.models.tokenizer import Tokenizer
 from octavo.models.weights import Checkpoint, open_checkpoint
 from octavo.ops.api import Ops
 from octavo.scheduler.scheduler import Scheduler
-from octavo.types import FinishReason, Output, Request, Sampled, SamplingParams
+from octavo.types import FinishReason, Output, Request, Sampled, SamplingParams, Slice, StepPlan
+
+_log = logging.getLogger(__name__)
+
+MEASURED_TOKENS, MEASURED_POSITION = 32, 2048
+"""How many tokens are computed at the start, and how far from the beginning, to know what a token takes here."""
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -133,6 +142,7 @@ class Engine(NamedTuple):
     model: ModelConfig
     format: KVFormat
     max_model_len: int
+    store: KVStore
 
 
 def assemble(checkpoint: Checkpoint, config: EngineConfig, *, audit: bool = False) -> Engine:
@@ -141,24 +151,84 @@ def assemble(checkpoint: Checkpoint, config: EngineConfig, *, audit: bool = Fals
     kv_format = _kv_format(config, model)
     available = available_memory() - checkpoint.stored_bytes
     num_pages, max_model_len = pool_size(config, kv_format, model.context_length, available)
+    num_host_pages = host_size(config, kv_format, available - num_pages * kv_format.page_bytes)
     ops = _backend(config)
     decoder = ARCHITECTURES[model.architecture](checkpoint, ops, max_model_len)
     eos_token_ids = frozenset(tokenizer.eos_token_ids)
-    sampler = Sampler(ops, eos_token_ids)
-    cache = CacheManager(num_pages, config.block_size, enable_prefix_caching=config.enable_prefix_caching)
+    sampler, guides = Sampler(ops, eos_token_ids), Guides(tokenizer, model.vocab_size)
+    disk = _page_file(checkpoint, config, kv_format, ops)
+    try:
+        store = KVStore(ops, kv_format, num_pages, num_host_pages=num_host_pages, disk=disk)
+        runner = ModelRunner(decoder, store, sampler, guides)
+        cache = CacheManager(
+            num_pages,
+            config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            num_host_pages=num_host_pages,
+            num_disk_pages=disk.max_records if disk is not None else 0,
+            costs=_costs(config, runner, store, min(max_model_len, num_pages * config.block_size)),
+            session_ttl=config.session_ttl,
+            max_pinned_fraction=config.max_pinned_fraction,
+            kv_quota=config.kv_quota,
+        )
+        if disk is not None and (labels := disk.labels()):
+            _log.info("found %d pages in %s", cache.restore(labels), config.kv_offload_dir)
+    except BaseException:
+        if disk is not None:
+            disk.close()
+        raise
     scheduler = Scheduler(
         config, cache, max_model_len=max_model_len, vocab_size=model.vocab_size, eos_token_ids=eos_token_ids
     )
-    guides = Guides(tokenizer, model.vocab_size)
-    core = EngineCore(scheduler, ModelRunner(decoder, KVStore(ops, kv_format, num_pages), sampler, guides), audit=audit)
-    return Engine(core, decoder, tokenizer, sampler, guides, config, model, kv_format, max_model_len)
+    core = EngineCore(scheduler, runner, audit=audit)
+    return Engine(core, decoder, tokenizer, sampler, guides, config, model, kv_format, max_model_len, store)
+
+
+def _costs(config: EngineConfig, runner: ModelRunner, store: KVStore, longest: int) -> Costs:
+    """Time what it takes to bring a page back and to compute tokens, near the beginning and far from it.
+
+    Before the first request: what is computed and moved is nobody's.
+    """
+    load_s = store.load_seconds()
+    if not load_s:
+        return Costs(config.preemption_mode)
+    count = max(min(MEASURED_TOKENS, config.max_num_batched_tokens, longest // 2), 1)
+    far = min(longest - count, MEASURED_POSITION)
+    tokens, pages = array("i", [0] * count), array("i", range(-(-(far + count) // config.block_size)))
+
+    def seconds(start: int) -> float:
+        piece = Slice(0, start, tokens, start, pages[: -(-(start + count) // config.block_size)], ())
+        return min(runner.execute(StepPlan(0, (), (piece,))).seconds for _ in range(2))
+
+    near_s, far_s = seconds(0) / count, seconds(far) / count
+    slope = max(far_s / near_s - 1, 0.0) / max(far, 1)
+    costs = Costs(config.preemption_mode, near_s / (1 + count / 2 * slope), slope, load_s)
+    page_s = costs.recompute_s(0, config.block_size)
+    known = ", ".join(f"{seconds * 1e3:.2f} ms from {tier.name.lower()}" for tier, seconds in load_s.items())
+    _log.info("a page takes %s and %.2f ms to compute (preemption mode %s)", known, page_s * 1e3, costs.mode)
+    return costs
+
+
+def _page_file(checkpoint: Checkpoint, config: EngineConfig, format: KVFormat, ops: Ops) -> PageFile | None:
+    """The disk tier, if one is wanted: a file for all that keys and values depend on."""
+    if not config.kv_offload_dir:
+        return None
+    origin = repr((checkpoint.digest(), checkpoint.config, format, ops.name, KV_REVISION))
+    return PageFile.open(
+        config.kv_offload_dir,
+        fingerprint=sha256(origin.encode()).digest(),
+        page_bytes=format.page_bytes,
+        block_size=format.block_size,
+        max_bytes=int(config.kv_offload_space * GIB),
+        restore=config.restore,
+    )
 
 
 def _kv_format(config: EngineConfig, model: ModelConfig) -> KVFormat:
     """Raises ConfigError for a layer that the model lacks, or heads that a format cannot hold."""
-    kept = frozenset(config.kv_cache_dtype_skip_layers)
-    if kept and max(kept) >= model.num_layers:
-        raise ConfigError("kv_cache_dtype_skip_layers", f"the model has {model.num_layers} layers, not one {max(kept)}")
+    kept = tuple(sorted(set(config.kv_cache_dtype_skip_layers)))
+    if kept and kept[-1] >= model.num_layers:
+        raise ConfigError("kv_cache_dtype_skip_layers", f"the model has {model.num_layers} layers, not one {kept[-1]}")
     dtype = ALIASES.get(config.kv_cache_dtype, config.kv_cache_dtype)
     if dtype not in ("bf16", "fp32") and model.head_dim % 16:
         raise ConfigError(
@@ -381,7 +451,7 @@ class LLM:
 
     def _step(self) -> None:
         """One step for all that is running, whichever call it belongs to."""
-        outputs = self._core.step()
+        outputs = self._core.step(now=time.monotonic())
         now = time.monotonic()
         for output in outputs:
             live = self._live.get(output.request_id)

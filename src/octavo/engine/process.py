@@ -3,8 +3,8 @@
 Owns the messages of that socket, their framing, and the child's loop. Requests come as token ids and answers leave as
 token ids: nothing here tokenises, renders or waits for a client. The parent's side is `octavo.engine.async_llm`.
 
-    parent ── Launch, Add, Abort, Finish, Stop ──►  child
-           ◄── Ready | Failed, Accepted, Refused, Broke, Stepped, Changed, Logged, Crashed ──
+    parent ── Launch, Add, Abort, Finish, ListSessions, TouchSession, Save, Stop ──►  child
+           ◄── Ready | Failed, Accepted, Refused, Broke, Stepped, Changed, Sessions, Saved, Denied, Logged, Crashed ──
 
 The child steps while there is work and sleeps in `poll` while there is none. It leaves when the parent does, however
 the parent ended, and leaves signals that stop a service to the parent.
@@ -27,19 +27,30 @@ from array import array
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from octavo.cache.manager import CacheStats
+from octavo.cache.manager import CacheStats, TierPages
 from octavo.config import EngineConfig
+from octavo.engine.core import EngineCore
 from octavo.engine.llm import Engine, assemble
-from octavo.errors import ConfigError, InvalidRequest, ModelError, OctavoError, RequestTooLarge
+from octavo.errors import (
+    ConfigError,
+    InvalidRequest,
+    ModelError,
+    OctavoError,
+    PinRefused,
+    RequestFailed,
+    RequestTooLarge,
+    UnknownSession,
+)
 from octavo.models.weights import open_checkpoint
 from octavo.scheduler.limits import Limits
 from octavo.scheduler.scheduler import SchedulerStats
-from octavo.types import Output, Request, SamplingParams
+from octavo.types import Output, Request, SamplingParams, SessionInfo, Tier
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +81,8 @@ class Add(Message, tag=True):
     params: SamplingParams
     identity: tuple[str, ...]
     priority: int
+    tenant: str
+    session_id: str | None
 
 
 class Abort(Message, tag=True):
@@ -85,8 +98,57 @@ class Finish(Message, tag=True):
     index: int
 
 
+class ListSessions(Message, tag=True):
+    """Answered by Sessions of the same number: up to `limit`, the longest idle first. None is every tenant."""
+
+    number: int
+    tenant: str | None
+    limit: int
+
+
+class TouchSession(Message, tag=True):
+    """Look at a session or change what becomes of its pages; answered by Sessions or Denied of the same number.
+
+    `ttl_s` is for "pin", which 0 undoes.
+    """
+
+    number: int
+    action: Literal["show", "pin", "release", "demote"]
+    tenant: str
+    session_id: str
+    ttl_s: float = 0.0
+
+
+class Save(Message, tag=True):
+    """Write what can be found to disk. Answered when all is written, by Saved or Denied of the same number."""
+
+    number: int
+
+
 class Stop(Message, tag=True):
     """Audit the pages and exit."""
+
+
+class TierNews(Message):
+    """The tiers at one moment: their pages, those of them that are pinned, and what it takes here to have them again.
+
+    `load_s` is the time to bring back a page of each tier below the pool, `token_s` that to compute a token.
+    """
+
+    pages: dict[Tier, TierPages] = msgspec.field(default_factory=lambda: dict.fromkeys(Tier, TierPages(0, 0, 0, 0)))
+    num_pinned: dict[Tier, int] = msgspec.field(default_factory=lambda: dict.fromkeys(Tier, 0))
+    num_sessions: int = 0
+    load_s: dict[Tier, float] = {}
+    token_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Moves:
+    """Counts since the start, of pages: copied (from, to), copied in vain, and forgotten by every tier."""
+
+    moved: dict[tuple[Tier, Tier], int] = field(default_factory=dict)
+    failed: int = 0
+    dropped: int = 0
 
 
 class EngineStats(Message):
@@ -105,6 +167,8 @@ class EngineStats(Message):
     token_bytes: int = 0
     scheduler: SchedulerStats = msgspec.field(default_factory=SchedulerStats)
     cache: CacheStats = msgspec.field(default_factory=CacheStats)
+    moves: Moves = msgspec.field(default_factory=Moves)
+    tiers: TierNews = msgspec.field(default_factory=TierNews)
     finished: dict[str, int] = {}
 
 
@@ -164,6 +228,31 @@ class Changed(Message, tag=True):
     stats: EngineStats
 
 
+class Sessions(Message, tag=True):
+    """The sessions that were asked for, or the one that was touched; of a released one, what it held."""
+
+    number: int
+    sessions: list[SessionInfo]
+
+
+class Saved(Message, tag=True):
+    """How many pages are written, how many could not be, and how long that took."""
+
+    number: int
+    pages: int
+    failed: int
+    seconds: float
+
+
+class Denied(Message, tag=True):
+    """What was asked under this number cannot be done: the error's class, its option if it has one, what it says."""
+
+    number: int
+    kind: str
+    place: str
+    message: str
+
+
 class Logged(Message, tag=True):
     """A record of the child's log."""
 
@@ -179,21 +268,27 @@ class Crashed(Message, tag=True):
     trace: str
 
 
-Command = Launch | Add | Abort | Finish | Stop
-Reply = Ready | Failed | Accepted | Refused | Broke | Stepped | Changed | Logged | Crashed
+Command = Launch | Add | Abort | Finish | ListSessions | TouchSession | Save | Stop
+Answer = Sessions | Saved | Denied
+Reply = Ready | Failed | Accepted | Refused | Broke | Stepped | Changed | Answer | Logged | Crashed
 
 _ERRORS: dict[str, type[Any]] = {
-    error.__name__: error for error in (ConfigError, ModelError, InvalidRequest, RequestTooLarge)
+    error.__name__: error
+    for error in (
+        *(ConfigError, ModelError, InvalidRequest, RequestTooLarge),
+        *(UnknownSession, PinRefused, RequestFailed),
+    )
 }
 
 
 def error_of(kind: str, place: str, message: str) -> OctavoError:
-    """The error that a Failed or Refused stands for."""
-    error: OctavoError = _ERRORS[kind](place, message)
+    """The error that a Failed, Refused or Denied stands for; those that blame no place have none."""
+    error: OctavoError = _ERRORS[kind](*([place] if place else []), message)
     return error
 
 
-def _told(error: Exception, place: str) -> tuple[str, str, str]:
+def _told(error: Exception) -> tuple[str, str, str]:
+    place = next((str(getattr(error, name)) for name in ("option", "field", "path") if hasattr(error, name)), "")
     return type(error).__name__, place, str(error).removeprefix(f"{place}: ")
 
 
@@ -292,13 +387,23 @@ class _Forward(logging.Handler):
         self._channel.send(Logged(record.name, record.levelno, self.format(record)))
 
 
+class _Saving(NamedTuple):
+    """A save under way, and under which numbers it was asked for."""
+
+    began: float
+    num_pages: int
+    numbers: list[int]
+
+
 def serve(engine: Engine, channel: Channel) -> None:
     """Step until told to stop. Raises EOFError when the parent is gone, and whatever stops the engine as a whole.
 
-    A request with a guide is queued when that is compiled, so that no step waits for it.
+    A request with a guide is queued when that is compiled, so that no step waits for it. Whoever asks for a save during
+    another one is told of that one's end.
     """
     core = engine.core
     compiling: list[tuple[Future[None], Add]] = []
+    saving: _Saving | None = None
 
     def planned() -> None:
         channel.send(Changed(stats_of(engine)))
@@ -309,6 +414,7 @@ def serve(engine: Engine, channel: Channel) -> None:
 
     while True:
         commands = channel.receive(wait=not core.has_work and not compiling)
+        core.tick(time.monotonic())
         for command in commands:
             match command:
                 case Add():
@@ -321,6 +427,17 @@ def serve(engine: Engine, channel: Channel) -> None:
                     core.abort(request_id)
                 case Finish(request_id, index):
                     core.finish(request_id, index)
+                case ListSessions() | TouchSession():
+                    answer = _answer(core, command)
+                    channel.send(Changed(stats_of(engine)))  # before the answer: who has that knows these
+                    channel.send(answer)
+                case Save(number):
+                    if saving is not None:
+                        saving.numbers.append(number)
+                    elif (denied := _save(core, number)) is not None:
+                        channel.send(denied)
+                    else:
+                        saving = _Saving(time.monotonic(), core.saving + core.save_failed, [number])
                 case Stop():
                     core.close()
                     return
@@ -328,27 +445,34 @@ def serve(engine: Engine, channel: Channel) -> None:
             wait([compiling[0][0]], COMPILING_S)
         while compiling and compiling[0][0].done():  # they are compiled one by one, in order
             channel.send(_add(engine, compiling.pop(0)[1]))
-        if not core.has_work:
-            channel.send(Changed(stats_of(engine)))
+        if core.has_work:
             channel.flush()
-            continue
-        channel.flush()
-        began = time.monotonic()
-        outputs = core.step(planned if commands else None, broke)
-        ended = time.monotonic()
-        channel.send(Stepped(began, ended, core.scheduler.newly_scheduled, outputs, stats_of(engine)))
+            began = time.monotonic()
+            outputs = core.step(planned if commands else None, broke, now=began)
+            ended = time.monotonic()
+            channel.send(Stepped(began, ended, core.scheduler.newly_scheduled, outputs, stats_of(engine)))
+        else:
+            channel.send(Changed(stats_of(engine)))
+        if saving is not None and not core.saving:
+            written, seconds = saving.num_pages - core.save_failed, time.monotonic() - saving.began
+            for number in saving.numbers:
+                channel.send(Saved(number, written, core.save_failed, seconds))
+            saving = None
         channel.flush()
 
 
 def _add(engine: Engine, command: Add) -> Reply:
     prompt = array("i", command.prompt)
-    request = Request(command.request_id, prompt, command.params, command.identity, command.priority)
+    request = Request(
+        *(command.request_id, prompt, command.params, command.identity),
+        *(command.priority, command.tenant, command.session_id),
+    )
     try:
         if command.params.guide is not None:
             engine.guides.check(command.params.guide)
         engine.core.add(request)
     except InvalidRequest as error:
-        return Refused(command.request_id, *_told(error, error.field))
+        return Refused(command.request_id, *_told(error))
     except Exception as error:
         return _broke(command.request_id, error)
     return Accepted(command.request_id)
@@ -357,6 +481,40 @@ def _add(engine: Engine, command: Add) -> Reply:
 def _broke(request_id: str, error: Exception) -> Broke:
     _log.error("request %s cannot be computed", request_id, exc_info=error)
     return Broke(request_id, _named(error))
+
+
+def _answer(core: EngineCore, command: ListSessions | TouchSession) -> Answer:
+    try:
+        match command:
+            case ListSessions(number, tenant, limit):
+                return Sessions(number, core.list_sessions(tenant, limit))
+            case TouchSession(number, "show", tenant, session_id):
+                touched = core.session(tenant, session_id)
+            case TouchSession(number, "pin", tenant, session_id, ttl_s):
+                touched = core.pin(tenant, session_id, ttl_s)
+            case TouchSession(number, "release", tenant, session_id):
+                touched = core.release_session(tenant, session_id)
+            case TouchSession(number, _, tenant, session_id):
+                touched = core.demote_session(tenant, session_id)
+        return Sessions(number, [touched])
+    except Exception as error:
+        return _denied(command.number, error)
+
+
+def _save(core: EngineCore, number: int) -> Denied | None:
+    """Begin a save, unless that cannot be."""
+    try:
+        core.save()
+    except Exception as error:
+        return _denied(number, error)
+    return None
+
+
+def _denied(number: int, error: Exception) -> Denied:
+    if type(error).__name__ not in _ERRORS:
+        _log.error("what was asked about the cache cannot be done", exc_info=error)
+        error = RequestFailed(_named(error))
+    return Denied(number, *_told(error))
 
 
 def _named(error: BaseException) -> str:
@@ -368,6 +526,7 @@ def stats_of(engine: Engine) -> EngineStats:
     core = engine.core
     scheduler, cache = core.stats
     pool, pages = core.cache.pool, engine.format
+    moves, costs = core.cache.tiers.stats, core.cache.tiers.costs
     return EngineStats(
         core.scheduler.num_running,
         core.scheduler.num_waiting,
@@ -379,6 +538,14 @@ def stats_of(engine: Engine) -> EngineStats:
         pages.token_bytes,
         scheduler,
         cache,
+        Moves(dict(moves.moved), moves.moves_failed, moves.pages_dropped),
+        TierNews(
+            core.cache.tier_pages(),
+            dict(zip(Tier, core.cache.sessions.num_pinned, strict=True)),
+            len(core.cache.sessions),
+            costs.load_s,
+            costs.token_s,
+        ),
     )
 
 
@@ -409,8 +576,7 @@ def main(fd: int) -> int:
         try:
             engine = assemble(open_checkpoint(Path(launch.path)), launch.config)
         except (ConfigError, ModelError) as error:
-            place = error.option if isinstance(error, ConfigError) else error.path
-            channel.send(Failed(*_told(error, place)))
+            channel.send(Failed(*_told(error)))
             channel.drain()
             return 1
         gc.freeze()  # what is loaded stays: collections between steps need not look at it

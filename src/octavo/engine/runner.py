@@ -5,6 +5,7 @@ Owns the translation of a plan's slices to rows. Decides nothing about sequences
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -42,15 +43,21 @@ class ModelRunner:
         self._guides = guides
 
     def execute(self, plan: StepPlan) -> StepResult:
-        self._store.apply(plan.page_ops)
+        self._store.begin(plan.page_ops)
         if not plan.slices:
-            return StepResult(())
+            return StepResult((), self._store.ended(plan.wait))
+        start = time.perf_counter()
         step = step_inputs(plan.slices)
         masks = self._guides.begin(plan.slices)
         x = self._decoder.forward(step, self._store.pool)
-        return self._results(plan.slices, x, wanted_rows(plan.slices, step.row_start), masks)
+        results = self._results(plan.slices, x, wanted_rows(plan.slices, step.row_start), masks)
+        seconds = time.perf_counter() - start
+        return StepResult(results, self._store.ended(plan.wait), seconds)
 
-    def _results(self, slices: Sequence[Slice], x: Tensor, rows: Ints, masks: Masks) -> StepResult:
+    def close(self) -> None:
+        self._store.close()
+
+    def _results(self, slices: Sequence[Slice], x: Tensor, rows: Ints, masks: Masks) -> list[SliceResult]:
         """Read the wanted rows' logits block by block, and give each slice what was asked of its own."""
         of_rows = [asks for piece in slices for asks in _asked(piece)]
         sampled: list[Sampled] = []
@@ -63,7 +70,7 @@ class ModelRunner:
         for piece in slices:
             scores = tuple(islice(answers, len(piece.targets)))
             results.append(SliceResult(tuple(islice(answers, len(piece.draws))), scores))
-        return StepResult(results)
+        return results
 
 
 def _asked(piece: Slice) -> list[Sequence[Draw | Target]]:

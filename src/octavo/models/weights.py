@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_128
 
 from octavo.config import ModelConfig
 from octavo.errors import ModelError
@@ -51,6 +52,8 @@ F32 = Format("F32", 1, 4, 32, 0, lambda raw: raw.view(np.float32))
 F16 = Format("F16", 1, 2, 16, 0, lambda raw: raw.view(np.float16).astype(np.float32))
 BF16 = Format("BF16", 1, 2, 16, 0, _bf16)
 
+
+HASHED_AT_ONCE = 1 << 26
 
 FAULT_AROUND = 1 << 21
 """Linux maps up to this much of a file, aligned, around the byte that is touched."""
@@ -138,6 +141,16 @@ class Stored:
         self._check(values)
         return values
 
+    def hash_into(self, digest: xxh3_128) -> None:
+        """Feed a hash with all that the tensor's values depend on."""
+        digest.update(repr((self.dims, self.format.name)).encode())
+        if self.order is not None:
+            digest.update(self.order.tobytes())
+        for start in range(self.start, stop := self.start + self.num_bytes, HASHED_AT_ONCE):
+            end = min(start + HASHED_AT_ONCE, stop)
+            digest.update(self.file.bytes[start:end].data)
+            self.file.release(start, end)
+
     def _rows(self, start: int, stop: int) -> Bytes:
         if not 0 <= start < stop <= self.num_rows:
             raise IndexError(f"rows {start}…{stop} of {self.num_rows} in tensor {self.name!r}")
@@ -193,6 +206,14 @@ class Checkpoint:
     def stored_bytes(self) -> int:
         """What the tensors take in the file."""
         return sum(stored.num_bytes for stored in self._tensors.values())
+
+    def digest(self) -> bytes:
+        """What identifies the weights: a hash of all tensors, which reads them once."""
+        digest = xxh3_128()
+        for name in sorted(self._tensors):
+            digest.update(name.encode())
+            self._tensors[name].hash_into(digest)
+        return digest.digest()
 
     def has(self, name: str) -> bool:
         return name in self._tensors

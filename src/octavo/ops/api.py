@@ -23,6 +23,7 @@ Tensor = Any
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 Ints = NDArray[np.int32]
+Bytes = NDArray[np.uint8]
 
 
 class Quantized(NamedTuple):
@@ -149,6 +150,9 @@ class Ops(Protocol):
     # ── between forward passes ──
 
     def copy_page(self, pool: KVPool, src: int, dst: int) -> None: ...
+
+    def page(self, pool: KVPool, page: int) -> Bytes:
+        """The bytes of a page, to be read and written in place: [page_bytes]. Any thread may call this."""
 
     # ── the forward pass ──
 

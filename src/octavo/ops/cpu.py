@@ -18,6 +18,7 @@ from octavo import _native
 from octavo.errors import ConfigError
 from octavo.kv_format import KVFormat
 from octavo.ops.api import (
+    Bytes,
     Draws,
     Floats,
     Footprint,
@@ -148,6 +149,9 @@ class CpuOps:
 
     def copy_page(self, pool: KVPool, src: int, dst: int) -> None:
         pool.data.copy(src, dst)
+
+    def page(self, pool: KVPool, page: int) -> Bytes:
+        return pool.data.numpy()[page]
 
     # ── the forward pass ──
 

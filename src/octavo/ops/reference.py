@@ -20,7 +20,7 @@ import numpy as np
 
 from octavo.kv_format import KVFormat
 from octavo.ops import codes
-from octavo.ops.api import Draws, Floats, Footprint, Forward, Ints, KVPool, Scores, StepInputs, Weight
+from octavo.ops.api import Bytes, Draws, Floats, Footprint, Forward, Ints, KVPool, Scores, StepInputs, Weight
 
 BLOCK_ROWS = 8
 SMALL_PRODUCT = 10_000_000
@@ -99,6 +99,9 @@ class ReferenceOps:
 
     def copy_page(self, pool: KVPool, src: int, dst: int) -> None:
         pool.data[dst] = pool.data[src]
+
+    def page(self, pool: KVPool, page: int) -> Bytes:
+        return pool.data[page]
 
     def embed(self, table: Linear, step: StepInputs) -> Floats:
         return table.matrix[step.token_ids]

@@ -7,12 +7,20 @@ from collections import abc
 from octavo.scheduler.sequence import Sequence
 
 
-def victim(running: abc.Iterable[Sequence]) -> Sequence:
-    """Who gives its pages up: the last in order of (priority, arrival, choice).
+def victim(running: abc.Iterable[Sequence], needy: Sequence) -> Sequence:
+    """Who gives its pages up to `needy`: of those served last by priority, the one with the least computed.
 
-    The first in that order is never preempted, so it finishes, so everyone does.
+    So the least work is at stake, be it computed or copied again. Nobody gives way to one that comes later in order of
+    (priority, arrival, choice), and `needy` not if it is the first: that one finishes, so everyone does. Who came back
+    from a preemption is spared until it has got a token further, if there is anyone else, so that no pages go to and
+    fro for nothing. Of equals the latest goes.
     """
-    return max(running, key=lambda seq: seq.key)
+    in_order = sorted(running, key=lambda seq: seq.key)
+    later = [seq for seq in in_order if seq.key > needy.key or (seq is needy and needy is not in_order[0])] or [needy]
+    lowest = max(seq.group.priority for seq in later)
+    last = [seq for seq in later if seq.group.priority == lowest]
+    last = [seq for seq in last if not seq.protected] or last
+    return min(reversed(last), key=lambda seq: seq.num_computed)
 
 
 def fair_shares(wanted: abc.Sequence[int], budget: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 Two doors change anything: `schedule` plans a step, `commit` takes its result in. It owns the queue of waiting
 sequences, the running ones and, through the CacheManager, all pages. It never touches a tensor or a text and reads no
-clock: the same requests in the same order give the same plans.
+clock: the same requests, times and results in the same order give the same plans.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class Scheduler:
         self._groups: dict[str, Group] = {}
         self._running: dict[int, Sequence] = {}
         self._parked: dict[int, Sequence] = {}
+        self._loading: dict[int, Sequence] = {}
         self._waiting: list[tuple[tuple[int, int, int, int], Sequence]] = []  # a heap; finished entries are skipped
         self._num_waiting = 0
         self._num_arrived = 0
@@ -79,7 +80,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running) + len(self._parked)
+        return len(self._running) + len(self._parked) + len(self._loading)
 
     @property
     def has_work(self) -> bool:
@@ -98,6 +99,8 @@ class Scheduler:
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
         priority = request.priority if self._by_priority else 0
         group = Group(request, priority, self._num_arrived, max_tokens, stops)
+        if request.session_id is not None:
+            group.session = self.cache.sessions.begin(request.tenant, request.session_id)
         self._groups[request.request_id] = group
         sequence = self._new_sequence(group, 0, array("i", request.prompt_token_ids), seed)
         if params.use_beam_search:
@@ -130,12 +133,13 @@ class Scheduler:
 
     # ── a step ──
 
-    def schedule(self) -> StepPlan | None:
-        """Plan the next step; None if there is nothing to compute.
+    def schedule(self, now: float = 0.0) -> StepPlan | None:
+        """Plan the next step, at a time in seconds; None if there is nothing to compute and no page to move.
 
         Order of service: sequences that need one more token, then prompts under way and newly admitted ones, which
-        share what is left of max_num_batched_tokens. Pages are reserved here; when there are none, the last gives way.
+        share what is left of max_num_batched_tokens. Pages are reserved here; when there are none, somebody gives way.
         """
+        self.cache.tick(now)
         self.newly_scheduled = []
         in_order = sorted(self._running.values(), key=attrgetter("key"))
         # reserving may preempt sequences further on in the list, which are then no longer running
@@ -147,17 +151,25 @@ class Scheduler:
         self._admit(prefilling, budget)
         shares = fair_shares([seq.num_remaining for seq in prefilling], budget)
         chosen += [(seq, share) for seq, share in zip(prefilling, shares, strict=True) if share]
-        if not chosen:
+        self._planned = [sequence for sequence, _ in chosen]
+        page_ops = self.cache.take_page_ops()
+        if not chosen and not self.cache.busy and not page_ops:
             return None
         self.stats.num_steps += 1
-        self._planned = [sequence for sequence, _ in chosen]
         slices = [self._slice(sequence, count) for sequence, count in chosen]
-        return StepPlan(self.stats.num_steps, self.cache.take_page_ops(), slices)
+        return StepPlan(self.stats.num_steps, page_ops, slices, wait=not chosen)
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Output]:
         """Take a step's result in: pages become findable, tokens are appended, forks made, finished sequences ended."""
         outputs: list[Output] = []
         searching: dict[int, Group] = {}
+        if result.moved:
+            self.cache.ended(result.moved)
+            self._arrive()
+        elif plan.wait:
+            self.cache.lost()
+            self._arrive()
+        self._learn(plan, result.seconds)
         commit = self.cache.commit
         for sequence, piece, (sampled, scores) in zip(self._planned, plan.slices, result.slices, strict=True):
             table, group = sequence.table, sequence.group
@@ -203,9 +215,14 @@ class Scheduler:
         if num_tokens - num_computed > 1:  # a prompt under way, whose pages were reserved at admission
             return False
         while not self.cache.reserve(table, num_computed, num_tokens):
-            last = victim((self._parked or self._running).values())
-            self._preempt(last)
-            if last is sequence:
+            if self._parked:
+                self._preempt(max(self._parked.values(), key=attrgetter("key")))
+                continue
+            if self.num_running == 1 and self.cache.sessions.yield_pin():
+                continue
+            chosen = victim(self._running.values(), sequence)
+            self._preempt(chosen)
+            if chosen is sequence:
                 return False
         return True
 
@@ -213,7 +230,7 @@ class Scheduler:
         """Start waiting sequences, in order, while there are places, tokens and pages; add them to `prefilling`."""
         stepped_aside: list[Sequence] = []
         wanted = sum(seq.num_remaining for seq in prefilling)
-        while len(self._running) < self._max_running and len(stepped_aside) < MAX_WAITS:
+        while self._has_place and len(stepped_aside) < MAX_WAITS:
             sequence = self._head()
             crowded = prefilling and wanted >= budget and (len(prefilling) + 1) * MIN_SHARE > budget
             if sequence is None or len(prefilling) >= budget or crowded:
@@ -228,6 +245,10 @@ class Scheduler:
                 stepped_aside.append(sequence)
                 continue
             self._num_waiting -= 1
+            if sequence.table is not None and sequence.table.load is not None:
+                sequence.phase = Phase.LOADING
+                self._loading[sequence.seq_id] = sequence
+                continue
             self._run(sequence)
             prefilling.append(sequence)
             wanted += sequence.num_remaining
@@ -244,14 +265,20 @@ class Scheduler:
                 spare=len(self._running),
                 use_cache=not group.scores_prompt,
                 resumed=group.num_cached_tokens is not None,
+                owner=group.request.tenant,
+                session=group.session,
             )
-            if admission is not None or self._running or not self._parked:
+            if admission is not None or self._running or self._loading:
                 break
-            self._preempt(victim(self._parked.values()))
+            if self._parked:
+                self._preempt(max(self._parked.values(), key=attrgetter("key")))
+            elif self.cache.tiers.moves or not self.cache.sessions.yield_pin():
+                break
         if isinstance(admission, Admission):
             sequence.table = admission.table
             sequence.num_computed = admission.num_computed
             sequence.write_start = admission.write_start
+            sequence.num_at_admission = len(sequence.token_ids)
             if group.num_cached_tokens is None:
                 group.num_cached_tokens = admission.num_computed
                 self.newly_scheduled.append(group.request.request_id)
@@ -281,11 +308,32 @@ class Scheduler:
         self._num_waiting += 1
         heappush(self._waiting, (sequence.key, sequence))
 
+    def _arrive(self) -> None:
+        """Run the sequences whose pages have come; those of which one was lost are to be admitted anew."""
+        for sequence in list(self._loading.values()):
+            load = sequence.table.load if sequence.table is not None else None
+            assert sequence.table is not None and load is not None
+            if load.done:
+                del self._loading[sequence.seq_id]
+                if load.complete:
+                    sequence.table.load = None
+                    self._run(sequence)
+                else:
+                    self._release(sequence)
+                    self._enqueue(sequence)
+
+    def _learn(self, plan: StepPlan, seconds: float) -> None:
+        """Correct what a token is thought to cost by a step that was mostly prompts."""
+        counts = [(piece.start, len(piece.token_ids)) for piece in plan.slices if len(piece.token_ids) > 1]
+        if seconds and counts and sum(count for _, count in counts) >= MIN_SHARE:
+            self.cache.tiers.costs.computed(counts, seconds)
+
     def _release(self, sequence: Sequence) -> None:
         self._running.pop(sequence.seq_id, None)
         self._parked.pop(sequence.seq_id, None)
+        self._loading.pop(sequence.seq_id, None)
         if sequence.table is not None:
-            self.cache.release(sequence.table)
+            self.cache.release(sequence.table, sequence.group.session)
             sequence.table = None
         sequence.num_computed = sequence.write_start = 0
 
@@ -308,6 +356,8 @@ class Scheduler:
         del group.live[sequence.seq_id]
         if not group.live:
             del self._groups[group.request.request_id]
+            if group.session is not None:
+                self.cache.sessions.end(group.session)
 
     # ── results, in parts ──
 
@@ -350,7 +400,7 @@ class Scheduler:
         twin = self._new_sequence(parent.group, index, parent.token_ids[:], seed)
         twin.sampled, twin.score = parent.sampled[:], parent.score
         twin.draws = (parent.draws[0]._replace(seed=twin.seed, token_ids=twin.token_ids),)
-        if parent.table is not None and len(self._running) < self._max_running:
+        if parent.table is not None and self._has_place:
             twin.table = self.cache.fork(parent.table)
             twin.num_computed, twin.write_start = parent.num_computed, parent.write_start
             self._run(twin)
@@ -396,13 +446,18 @@ class Scheduler:
 
     def _unpark(self, beam: Sequence) -> None:
         self._parked.pop(beam.seq_id, None)
-        if beam.table is not None and len(self._running) < self._max_running:
+        if beam.table is not None and self._has_place:
             self._run(beam)
         else:
             self._release(beam)
             self._enqueue(beam)
 
     # ── small parts ──
+
+    @property
+    def _has_place(self) -> bool:
+        """Whether one more may run. Those whose pages are on their way will."""
+        return len(self._running) + len(self._loading) < self._max_running
 
     def _run(self, sequence: Sequence) -> None:
         sequence.phase = Phase.RUNNING

@@ -9,13 +9,15 @@ from typing import NamedTuple
 
 from octavo.cache.manager import Wait
 from octavo.cache.page_table import PageTable
+from octavo.cache.sessions import Session
 from octavo.types import Draw, FinishReason, Request, Sampled
 
 
 class Phase(Enum):
-    """Where a sequence is. Only RUNNING ones are planned; only RUNNING and PARKED ones hold pages."""
+    """Where a sequence is. Only RUNNING ones are planned; WAITING and FINISHED ones hold no pages."""
 
     WAITING = "waiting"  # in the queue: never started, or preempted
+    LOADING = "loading"  # admitted; pages of it are on their way from a tier below
     RUNNING = "running"
     PARKED = "parked"  # a beam whose next candidates are known, until its siblings' are too; may have lost its pages
     FINISHED = "finished"
@@ -34,6 +36,7 @@ class Sequence:
         "group",
         "index",
         "key",
+        "num_at_admission",
         "num_computed",
         "num_preemptions",
         "phase",
@@ -57,6 +60,7 @@ class Sequence:
         self.phase = Phase.WAITING
         self.table: PageTable | None = None
         self.num_computed = 0
+        self.num_at_admission = 0
         self.write_start = 0
         self.num_preemptions = 0
         self.wait: Wait | None = None
@@ -70,6 +74,11 @@ class Sequence:
     def num_remaining(self) -> int:
         """Tokens known but not yet computed."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def protected(self) -> bool:
+        """Whether it was preempted before, and has not got a token further since it came back."""
+        return self.num_preemptions > 0 and len(self.token_ids) == self.num_at_admission
 
     @property
     def num_generated(self) -> int:
@@ -99,6 +108,7 @@ class Group:
         "prompt_logprobs",
         "request",
         "searches",
+        "session",
         "stop_token_ids",
         "wants_scores",
     )
@@ -113,6 +123,7 @@ class Group:
         self.stop_token_ids = stop_token_ids
         self.searches = request.params.use_beam_search
         self.guided = request.params.guide is not None
+        self.session: Session | None = None
         self.wants_scores = request.params.prompt_logprobs is not None
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_cached_tokens: int | None = None  # None until the first admission

@@ -7,8 +7,6 @@ engine's, texts are `stream`'s, shapes are `protocol`'s; sockets and signals are
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import time
 import uuid
@@ -29,8 +27,18 @@ from starlette.types import Message, Receive, Scope, Send
 
 from octavo import __version__
 from octavo.engine.async_llm import AsyncLLM, RequestStream, Take
-from octavo.errors import ConfigError, EngineDead, InvalidRequest, Overloaded, RequestFailed, RequestTooLarge
+from octavo.errors import (
+    ConfigError,
+    EngineDead,
+    InvalidRequest,
+    OctavoError,
+    Overloaded,
+    PinRefused,
+    RequestFailed,
+    RequestTooLarge,
+)
 from octavo.models.tokenizer import Tokenizer
+from octavo.server.keys import Caller, Keys
 from octavo.server.metrics import CONTENT_TYPE, Metrics, RequestMetrics
 from octavo.server.openapi import document
 from octavo.server.protocol import (
@@ -44,6 +52,7 @@ from octavo.server.protocol import (
     HealthReply,
     ModelCard,
     ModelList,
+    PinRequest,
     TokenizeReply,
     TokenizeRequest,
     VersionReply,
@@ -52,6 +61,7 @@ from octavo.server.protocol import (
     message_text,
     refused,
 )
+from octavo.server.sessions import PIN_S, Action, SessionAPI, session_of
 from octavo.server.settings import ServerConfig
 from octavo.server.stream import DONE, Answer, ChatReplies, CompletionReplies, event, usage
 from octavo.server.structured import LEGACY_FIELDS, Constraint, constraint, json_size
@@ -136,7 +146,8 @@ class Application:
             llm.tokenizer.set_chat_template(template)
             _check_template(llm.tokenizer)
         self._root = model
-        self._keys = [hashlib.sha256(key.encode()).hexdigest() for key in config.api_key]
+        self._keys = Keys(config)
+        self._sessions = SessionAPI(llm, self._keys)
         self._longest_token = max(len(llm.tokenizer.token_bytes(token)) for token in range(llm.tokenizer.vocab_size))
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="octavo-text")
         self._slow_thread = ThreadPoolExecutor(1, thread_name_prefix="octavo-huge")
@@ -149,6 +160,10 @@ class Application:
             Route("/v1/chat/completions", _Generating(self, self._chat, "chatcmpl"), methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{model:path}", self._model, methods=["GET"]),
+            Route("/v1/sessions", self._session_list, methods=["GET"]),
+            Route("/v1/sessions/{id:path}/{action}", self._touch_session, methods=["POST"]),
+            Route("/v1/sessions/{id:path}", self._session, methods=["GET"]),
+            Route("/v1/cache/save", self._save, methods=["POST"]),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
             Route("/health", self._health, methods=["GET"]),
@@ -170,6 +185,7 @@ class Application:
             APIError: _api_error,
             HTTPException: _http_error,
             Disconnected: _nobody,
+            OctavoError: _unexpected,
             Exception: _unexpected,
         }
         starlette = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
@@ -183,11 +199,11 @@ class Application:
     # ── small endpoints ──
 
     async def _models(self, http: HTTPRequest) -> Response:
-        self._authorise(http.scope)
+        self._keys.caller(http.scope)
         return _json(ModelList(data=[self._card(name) for name in self.names]))
 
     async def _model(self, http: HTTPRequest) -> Response:
-        self._authorise(http.scope)
+        self._keys.caller(http.scope)
         self._check_model(name := http.path_params["model"])
         return _json(self._card(name))
 
@@ -208,7 +224,7 @@ class Application:
         return Response(self._document, media_type="application/json")
 
     async def _tokenize(self, http: HTTPRequest) -> Response:
-        self._authorise(http.scope)
+        self._keys.caller(http.scope)
         body = await self._read(http.scope, http.receive, TokenizeRequest)
         self._check_model(body.model)
         body.check()
@@ -236,7 +252,7 @@ class Application:
         )
 
     async def _detokenize(self, http: HTTPRequest) -> Response:
-        self._authorise(http.scope)
+        self._keys.caller(http.scope)
         body = await self._read(http.scope, http.receive, DetokenizeRequest)
         self._check_model(body.model)
         vocab_size = self.llm.tokenizer.vocab_size
@@ -246,24 +262,42 @@ class Application:
         decoding = self._beside(len(body.tokens), self.llm.tokenizer.decode, body.tokens, False)
         return _json(DetokenizeReply(await _unless_gone(decoding, http.receive)))
 
+    # ── sessions, named by the path as it is: a route's pattern overlooks a newline at the end ──
+
+    async def _session_list(self, http: HTTPRequest) -> Response:
+        caller, query = self._caller(http), http.query_params
+        return _json(await self._sessions.listed(caller, query.get("tenant"), query.get("limit")))
+
+    async def _session(self, http: HTTPRequest) -> Response:
+        return await self._act(http, http.scope["path"], "show")
+
+    async def _touch_session(self, http: HTTPRequest) -> Response:
+        path, _, action = http.scope["path"].rpartition("/")
+        if action not in ("pin", "release", "demote"):
+            raise HTTPException(404)
+        return await self._act(http, path, action)
+
+    async def _act(self, http: HTTPRequest, path: str, action: Action) -> Response:
+        caller, tenant = self._caller(http), http.query_params.get("tenant")
+        ttl_s = None
+        if action == "pin":
+            ttl_s = (await self._read(http.scope, http.receive, PinRequest, empty=PinRequest())).ttl_s
+        session_id = path.removeprefix("/v1/sessions/")
+        return _json(await self._sessions.act(caller, tenant, session_id, action, PIN_S if ttl_s is None else ttl_s))
+
+    async def _save(self, http: HTTPRequest) -> Response:
+        """It goes on to its end though nobody waits for it."""
+        return _json(await self._sessions.save(self._caller(http)))
+
+    def _caller(self, http: HTTPRequest) -> Caller:
+        if self.draining:
+            raise _draining()
+        return self._keys.caller(http.scope)
+
     def _card(self, name: str) -> ModelCard:
         return ModelCard(id=name, created=self.created, root=self._root, max_model_len=self.llm.max_model_len)
 
     # ── a request's way in ──
-
-    def _authorise(self, scope: Scope) -> str | None:
-        """The digest of the client's key, None where no keys are wanted. Raises APIError(401)."""
-        if not self._keys:
-            return None
-        value = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = value.partition(b" ")
-        digest = hashlib.sha256(key.strip()).hexdigest()
-        # every key is compared, and in the same time
-        known = [hmac.compare_digest(digest, own) for own in self._keys]
-        if scheme.lower() != b"bearer" or not any(known):
-            message = "send a valid API key as `Authorization: Bearer KEY`"
-            raise APIError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        return digest
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:
@@ -274,9 +308,11 @@ class Application:
                 code="model_not_found",
             )
 
-    async def _read(self, scope: Scope, receive: Receive, kind: type[T]) -> T:
-        """A request's body, decoded. Raises APIError, and Disconnected."""
+    async def _read(self, scope: Scope, receive: Receive, kind: type[T], empty: T | None = None) -> T:
+        """A request's body, decoded; without one, `empty` if that is given. Raises APIError, and Disconnected."""
         headers = dict(scope["headers"])
+        if empty is not None and headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in headers:
+            return empty
         content_type = headers.get(b"content-type", b"application/json").partition(b";")[0].strip().lower()
         if content_type != b"application/json" and not content_type.endswith(b"+json"):
             message = "the body must be JSON, sent as Content-Type: application/json"
@@ -366,11 +402,14 @@ class Application:
     async def _completion(
         self, scope: Scope, receive: Receive, exchange: Exchange
     ) -> tuple[Any, list[Answer], Replies]:
-        key = self._authorise(scope)
+        caller = self._keys.caller(scope)
         body = await self._read(scope, receive, CompletionRequest)
         self._check_model(body.model)
         body.check()
+        session = session_of(body, scope)
         exchange.fields["model"], exchange.fields["stream"] = body.model or self.names[0], bool(body.stream)
+        if session is not None:
+            exchange.fields["session"] = session
         prompts = body.prompts()
         if len(prompts) > (most := self.config.max_prompts_per_request):
             message = f"prompt: there are {len(prompts)}, and the limit is {most} (--max-prompts-per-request)"
@@ -399,7 +438,7 @@ class Application:
                     ids = await self._tokens(prompt, body.add_special_tokens is not False)
                 else:
                     ids = prompt
-                request = self._request(body, f"{exchange.id}-{i}", ids, params, key)
+                request = self._request(body, f"{exchange.id}-{i}", ids, params, caller, session)
             except InvalidRequest as error:
                 if len(prompts) > 1:
                     what = str(error).removeprefix(f"{error.field}: ")
@@ -423,11 +462,14 @@ class Application:
     # ── chats ──
 
     async def _chat(self, scope: Scope, receive: Receive, exchange: Exchange) -> tuple[Any, list[Answer], Replies]:
-        key = self._authorise(scope)
+        caller = self._keys.caller(scope)
         body = await self._read(scope, receive, ChatRequest)
         self._check_model(body.model)
         body.check()
+        session = session_of(body, scope)
         exchange.fields["model"], exchange.fields["stream"] = body.model or self.names[0], bool(body.stream)
+        if session is not None:
+            exchange.fields["session"] = session
         self._check_logprobs("top_logprobs", body.top_logprobs)
         self._check_logprobs("prompt_logprobs", body.prompt_logprobs)
         template = self.llm.tokenizer.chat_template(bool(body.tools))
@@ -440,7 +482,7 @@ class Application:
         if body.max_completion_tokens is not None:
             exchange.renamed["max_tokens"] = "max_completion_tokens"
         ids = await self._chat_tokens(body, body.messages, use.tools)
-        request = self._request(body, exchange.id, ids, params, key)
+        request = self._request(body, exchange.id, ids, params, caller, session)
         # some files mark <tool_call> as a control token, and calls are found by it
         skip_special = body.skip_special_tokens is not False and use.style != "hermes"
         answer = Answer(self.llm.tokenizer, request, skip_special=skip_special)
@@ -478,7 +520,8 @@ class Application:
         request_id: str,
         ids: Sequence[int],
         params: SamplingParams,
-        key: str | None,
+        caller: Caller,
+        session: str | None,
     ) -> Request:
         """A request, checked. Raises InvalidRequest, APIError."""
         if (most := body.truncate_prompt_tokens) is not None:
@@ -489,11 +532,11 @@ class Application:
             message = "priority: the server does not run with --scheduling-policy priority"
             raise APIError(400, message, param="priority", code="invalid_value")
         identity: tuple[str, ...] = ()
-        if key is not None and not self.config.share_prefixes:
-            identity += ("key", key)
+        if caller.tenant and not self.config.share_prefixes:
+            identity += ("key", caller.tenant)
         if body.cache_salt is not None:
             identity += ("salt", body.cache_salt)
-        request = Request(request_id, ids, params, identity, body.priority or 0)
+        request = Request(request_id, ids, params, identity, body.priority or 0, caller.tenant, session)
         self.llm.limits.check(request)
         return request
 
@@ -641,6 +684,10 @@ def _failure(error: Exception) -> APIError:
         return refused(error)
     if isinstance(error, Overloaded):
         return APIError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
+    if isinstance(error, PinRefused):
+        return APIError(409, str(error), code="pin_refused")
+    if isinstance(error, ConfigError):
+        return APIError(400, str(error), param=error.option, code="invalid_value")
     if isinstance(error, EngineDead):
         return APIError(503, str(error), code="engine_dead", headers={"Retry-After": "5"})
     if isinstance(error, RequestFailed):

@@ -14,13 +14,14 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from octavo.errors import ConfigError
+from octavo.types import Tier
 
 if TYPE_CHECKING:
     from octavo.engine.async_llm import AsyncLLM
@@ -116,7 +117,7 @@ class Metrics:
                 "cache_dtype": config.kv_cache_dtype,
                 "enable_prefix_caching": config.enable_prefix_caching,
                 "num_gpu_blocks": stats.num_pages,
-                "num_cpu_blocks": 0,
+                "num_cpu_blocks": stats.tiers.pages[Tier.HOST].total,
                 "kv_cache_memory_bytes": stats.num_pages * stats.page_bytes,
                 "kv_cache_size_tokens": tokens,
                 "kv_cache_max_concurrency": tokens / llm.max_model_len,
@@ -240,7 +241,7 @@ class _Page(Collector):
         yield self._gauge("num_requests_running", "Sequences in the running batch.", stats.num_running)
         yield self._gauge("num_requests_waiting", "Sequences waiting for a place or for pages.", stats.num_waiting)
         usage = stats.pages_referenced / max(stats.num_pages, 1)
-        yield self._gauge("kv_cache_usage_perc", "Share of the pages that requests hold, 0 to 1.", usage)
+        yield self._gauge("kv_cache_usage_perc", "Share of the pool's pages that are held, 0 to 1.", usage)
         yield self._gauge("kv_pages", "Pages by state.", pages, "state")
         sizes = {holder: pages[state] * stats.page_bytes for holder, state in holders.items()}
         yield self._gauge("kv_cache_bytes", "Bytes of the page pool by class of holder.", sizes, "holder")
@@ -257,6 +258,7 @@ class _Page(Collector):
             "prefix_cache_resumed_tokens", "Tokens found again after a preemption; no hits.", stats.cache.resumed_tokens
         )
         yield self._counter("kv_pages_evicted", "Cached pages given to somebody else.", stats.cache.pages_evicted)
+        yield from self._tiers(stats)
         ends = {reason: stats.finished.get(reason, 0) for reason in ENDS}
         yield self._counter("request_success", "Ended requests by reason.", ends, "finished_reason")
         yield self._counter(
@@ -285,17 +287,39 @@ class _Page(Collector):
         yield self._histogram("request_params_n", "Parameter n.", seen.n)
         yield self._histogram("request_params_max_tokens", "Parameter max_tokens.", seen.max_tokens)
 
+    def _tiers(self, stats: EngineStats) -> Iterator[Metric]:
+        """Of the pool and the tiers below it: what they hold, what was moved, and what bringing it back costs."""
+        tiers = stats.tiers
+        by_tier = {
+            (tier.name.lower(), state): getattr(held, state)
+            for tier, held in tiers.pages.items()
+            for state in ("referenced", "cached", "free")
+        }
+        yield self._gauge("kv_tier_pages", "Pages of each tier by state.", by_tier, "tier", "state")
+        sizes_by_tier = {names: count * stats.page_bytes for names, count in by_tier.items()}
+        yield self._gauge("kv_tier_bytes", "The same in bytes.", sizes_by_tier, "tier", "state")
+        pinned = {tier.name.lower(): count for tier, count in tiers.num_pinned.items()}
+        yield self._gauge("kv_pages_pinned", "Pages of each tier that pinned sessions hold.", pinned, "tier")
+        yield self._gauge("num_sessions", "Sessions that are remembered.", tiers.num_sessions)
+        load_s = {tier.name.lower(): seconds for tier, seconds in tiers.load_s.items()}
+        yield self._gauge("kv_load_page_seconds", "Time to bring a page back from a tier.", load_s, "tier")
+        yield self._gauge("kv_recompute_token_seconds", "Time to compute a token instead.", tiers.token_s)
+        moves = {(source.name.lower(), to.name.lower()): n for (source, to), n in stats.moves.moved.items()}
+        yield self._counter("kv_pages_moved", "Pages copied from one tier to another.", moves, "from", "to")
+        yield self._counter("kv_page_moves_failed", "Copies that failed, or of damaged pages.", stats.moves.failed)
+        yield self._counter("kv_pages_dropped", "Cached pages that were forgotten.", stats.moves.dropped)
+
     def _gauge(
-        self, name: str, about: str, value: float | Mapping[str, float], by: str = "", **labels: str
+        self, name: str, about: str, value: float | Mapping[Any, float], *by: str, **labels: str
     ) -> GaugeMetricFamily:
-        names = [*self._labels, *labels, *([by] if by else [])]
+        names = [*self._labels, *labels, *by]
         family = GaugeMetricFamily(self._prefix + name, about, labels=names)
         for own, number in _series(value):
             family.add_metric([*self._labels.values(), *labels.values(), *own], number)
         return family
 
-    def _counter(self, name: str, about: str, value: float | Mapping[str, float], by: str = "") -> CounterMetricFamily:
-        family = CounterMetricFamily(self._prefix + name, about, labels=[*self._labels, *([by] if by else [])])
+    def _counter(self, name: str, about: str, value: float | Mapping[Any, float], *by: str) -> CounterMetricFamily:
+        family = CounterMetricFamily(self._prefix + name, about, labels=[*self._labels, *by])
         for own, number in _series(value):
             family.add_metric([*self._labels.values(), *own], number)
         return family
@@ -311,9 +335,10 @@ class _Page(Collector):
         return family
 
 
-def _series(value: float | Mapping[str, float]) -> list[tuple[list[str], float]]:
+def _series(value: float | Mapping[Any, float]) -> list[tuple[list[str], float]]:
+    """Each number with its labels: a mapping's keys are a label, or a tuple of them."""
     if isinstance(value, Mapping):
-        return [([label], number) for label, number in value.items()]
+        return [([key] if isinstance(key, str) else list(key), number) for key, number in value.items()]
     return [([], value)]
 
 

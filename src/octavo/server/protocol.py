@@ -24,7 +24,9 @@ MAX_INT = 2**31 - 1
 
 ERROR_TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
+    409: "conflict_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
@@ -119,6 +121,9 @@ Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 Stop = Annotated[str, Meta(min_length=1, max_length=4096)]
+SESSION_ID = r"[^\x00-\x1f\x7f-\x9f]{1,256}"
+"""All of a session's name, without control characters."""
+SessionId = Annotated[str, Meta(min_length=1, max_length=256, extra_json_schema={"pattern": f"^{SESSION_ID}$"})]
 Unsupported = Annotated[Any, Meta(description="Not supported: null or absent.")]
 
 _CONTENT = {
@@ -210,6 +215,7 @@ class GenerationRequest(Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    session_id: SessionId | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
@@ -407,6 +413,12 @@ class DetokenizeRequest(Struct, kw_only=True):
     tokens: Annotated[list[TokenId], Meta(max_length=1 << 20)]
 
 
+class PinRequest(Struct, kw_only=True):
+    """The body of /v1/sessions/{id}/pin, which may be missing. 0 seconds end a pin; the default is 600."""
+
+    ttl_s: Annotated[float, Meta(ge=0.0, le=86400.0)] | None = None
+
+
 # ── replies ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 Finish = Literal["stop", "length", "tool_calls"]
@@ -598,6 +610,53 @@ class DetokenizeReply(Struct):
     """The text of the tokens."""
 
     prompt: str
+
+
+class PerTier(Struct):
+    """Of each tier, the nearest first: the page pool, host memory, a file."""
+
+    device: int
+    host: int
+    disk: int
+
+
+class Session(Struct, kw_only=True):
+    """What a session holds, and how much of its prompts was found in the cache. `tenant` begins its key's digest.
+
+    `shared_pages` of its pages other sessions use too. `idle_s` is 0 while a request runs, `pinned_s` what remains of a
+    pin.
+    """
+
+    object: Literal["session"] = "session"
+    id: str
+    tenant: str
+    running: int
+    requests: int
+    idle_s: float
+    pinned_s: float
+    pages: PerTier
+    bytes: PerTier
+    shared_pages: int
+    own_pages: int
+    prompt_tokens: int
+    cached_tokens: int
+    hit_rate: float
+
+
+class SessionList(Struct, kw_only=True):
+    """The reply of /v1/sessions, the longest idle first."""
+
+    object: Literal["list"] = "list"
+    data: list[Session]
+
+
+class CacheSave(Struct, kw_only=True):
+    """The reply of /v1/cache/save: pages that were written, and that could not be."""
+
+    object: Literal["cache.save"] = "cache.save"
+    pages: int
+    failed: int
+    seconds: float
 
 
 class VersionReply(Struct):

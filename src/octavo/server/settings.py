@@ -32,6 +32,7 @@ class ServerConfig:
     chat_template: Jinja file to use in place of the model's own template.
     max_logprobs: most log-probabilities a request may ask for at each token.
     api_key: key that clients must send; may be given again. OCTAVO_API_KEY in the environment is one more.
+    admin_api_key: key that sees every key's sessions, and alone may save. OCTAVO_ADMIN_API_KEY stands in for it.
     share_prefixes: let one key's requests find prompts that another key's left in the cache.
     max_body_bytes: largest body of a request.
     max_prompts_per_request: prompts in one request.
@@ -59,6 +60,7 @@ class ServerConfig:
     chat_template: str | None = None
     max_logprobs: int = 20
     api_key: Sequence[str] = ()
+    admin_api_key: str | None = None
     share_prefixes: bool = False
     max_body_bytes: int = 16 << 20
     max_prompts_per_request: int = 256
@@ -82,6 +84,10 @@ class ServerConfig:
             object.__setattr__(self, name, tuple(getattr(self, name)))
             if not all(isinstance(text, str) and text.strip() for text in getattr(self, name)):
                 raise ConfigError(name, "must not be empty")
+        if self.admin_api_key is not None and not self.admin_api_key.strip():
+            raise ConfigError("admin_api_key", "must not be empty")
+        if self.admin_api_key in self.api_key:
+            raise ConfigError("admin_api_key", "must not be one of the API keys")
         _within("port", self.port, 0, 65535)
         _within("ssl_cert_reqs", self.ssl_cert_reqs, 0, 2)
         _within("max_logprobs", self.max_logprobs, 0, 1024)
