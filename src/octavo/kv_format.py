@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 KV_REVISION = 1
 """To be raised whenever a model's keys and values come out in other bits: pages on disk of another one are dropped."""
+
 KV_BITS = {"bf16": (16, 16), "fp32": (32, 32), "fp8_e4m3": (8, 8), "fp8_e5m2": (8, 8), "int8": (8, 8), "int4": (4.5, 4)}
 """Of an element of K and of V, without scales."""
 ALIASES = {"auto": "bf16", "fp8": "fp8_e4m3"}
@@ -49,7 +50,7 @@ class KVFormat:
     num_kv_heads: int
     head_dim: int
     block_size: int
-    bf16_layers: frozenset[int] = frozenset()
+    bf16_layers: tuple[int, ...] = ()
 
     def layer_dtype(self, layer: int) -> str:
         return "bf16" if layer in self.bf16_layers else self.dtype

@@ -226,9 +226,9 @@ def _page_file(checkpoint: Checkpoint, config: EngineConfig, format: KVFormat, o
 
 def _kv_format(config: EngineConfig, model: ModelConfig) -> KVFormat:
     """Raises ConfigError for a layer that the model lacks, or heads that a format cannot hold."""
-    kept = frozenset(config.kv_cache_dtype_skip_layers)
-    if kept and max(kept) >= model.num_layers:
-        raise ConfigError("kv_cache_dtype_skip_layers", f"the model has {model.num_layers} layers, not one {max(kept)}")
+    kept = tuple(sorted(set(config.kv_cache_dtype_skip_layers)))
+    if kept and kept[-1] >= model.num_layers:
+        raise ConfigError("kv_cache_dtype_skip_layers", f"the model has {model.num_layers} layers, not one {kept[-1]}")
     dtype = ALIASES.get(config.kv_cache_dtype, config.kv_cache_dtype)
     if dtype not in ("bf16", "fp32") and model.head_dim % 16:
         raise ConfigError(

@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.ops.api import Floats, Ints, KVPool
+from octavo.ops.api import Bytes, Floats, Ints, KVPool
 
-Bytes = NDArray[np.uint8]
 Halves = NDArray[np.uint16]
 
 LEAST, MOST = np.float32(2.0**-40), np.float32(2.0**60)
