@@ -9,10 +9,13 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from bench import growth, paging, resume
+from bench import growth, layouts, paging, resume
 from bench.peers import compare
 
+from octavo.bench.compare import variants
 from octavo.bench.workloads import Work
+from octavo.config import EngineConfig
+from octavo.planner.known import MODELS
 
 
 def test_page_sizes_take_the_same_steps(model_path: Path) -> None:
@@ -61,3 +64,18 @@ def test_a_prompt_comes_back_in_every_mode(model_path: Path, tmp_path: Path, tie
     assert [row["tokens"] for row in found["lengths"]] == args.lengths and len(done) == 2 * 3
     assert all(row["auto_fetched"] == fetched for row in found["lengths"])
     assert (found["page_s"]["disk" if tier == "slow" else tier] > found["page_s"]["computed"]) == (tier == "slow")
+
+
+def test_layouts_are_counted_without_computing() -> None:
+    """Forty times 17 to 20 tokens in memory for two reservations of 64 tokens, or eight pages."""
+    model = MODELS["smollm2-135m"].model
+    page_bytes = EngineConfig().kv_format(model).page_bytes
+    base = EngineConfig(max_model_len=64, kv_cache_memory_bytes=8 * page_bytes)
+    engines = variants(base, [16], without_cache=False)
+    work = [Work(list(range(100 * number, 100 * number + 17)), 4) for number in range(1, 41)]
+    contiguous, paged = (layouts.count(work, model, config, engines["contiguous"]) for config in engines.values())
+    assert (contiguous["running"], contiguous["planned_running"], contiguous["kv_held"]) == (2, 2, 1)
+    assert contiguous["kv_use"] == pytest.approx((17 + 18 + 19 + 20) / 4 / 64, abs=1e-3)
+    assert contiguous["computed_tokens"] == paged["computed_tokens"] == 40 * 20
+    assert paged["planned_running"] == 4 and 2 < paged["running"] <= 4
+    assert paged["num_steps"] < contiguous["num_steps"] == 80

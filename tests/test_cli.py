@@ -216,7 +216,7 @@ def test_the_version_and_help_need_no_model() -> None:
     assert octavo("--version") == (0, "octavo 0.1.0\n", "")
     status, out, _ = octavo("--help")
     assert status == 0
-    assert re.findall(r"^  (\w+)  ", out, re.MULTILINE) == ["generate", "chat", "serve", "pull", "bench"]
+    assert re.findall(r"^  (\w+)  ", out, re.MULTILINE) == ["generate", "chat", "serve", "pull", "plan", "bench"]
 
 
 # ── generate ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -333,6 +333,68 @@ def read_until(terminal: int, text: str, *, after: str = "", at_least: int = 0, 
             if len(rest) >= at_least and text in rest:
                 return seen
     raise AssertionError(f"no {text!r} in {seen!r}")
+
+
+# ── plan ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+BIG = ["llama-3.1-70b", "--max-model-len", "4096", "--kv-cache-dtype", "fp16", "--lengths", "150,300"]
+
+
+def test_a_plan_for_gpus_needs_no_model() -> None:
+    devices = ["--gpu", "a100-80gb", "--gpu", "h200", "--memory", "96GB", "--tensor-parallel-size", "4"]
+    status, text, err = octavo("plan", *BIG, *devices)
+    assert (status, err) == (0, "")
+    assert re.search(r"^a sequence of max_model_len +1,342,177,280 +1,342,177,280 +1,342,177,280$", text, re.MULTILINE)
+    status, out, _ = octavo("plan", *BIG, *devices, "--json")
+    found = json.loads(out)
+    assert status == 0 and found["num_parameters"] == 70_553_706_496
+    assert [plan["memory_bytes"] for plan in found["plans"]] == [320 * 10**9, 564 * 10**9, 384 * 10**9]
+    for plan in found["plans"]:
+        first, second = plan["rooms"]
+        assert (first["pages"], second["tokens"], plan["kv_dtype"]) == (10, 300, "fp16")
+        assert f"{plan['num_pages']:,}" in text and f"{first['gain']:.1f} ×" in text
+        assert first["paged_at_once"] == plan["num_pages"] // 10
+
+
+def test_a_plan_for_this_machine_is_its_pool(model_path: Path, llm: LLM) -> None:
+    for model in ("smollm2-135m", model_path):
+        status, out, _ = octavo("plan", model, "--json", *POOL)
+        [plan] = json.loads(out)["plans"]
+        assert status == 0
+        assert {name: plan[name] for name in ("num_pages", "page_bytes", "token_bytes")} == {
+            name: llm.stats()[name] for name in ("num_pages", "page_bytes", "token_bytes")
+        }
+        assert plan["weight_bytes"] < model_path.stat().st_size
+        assert [room["tokens"] for room in plan["rooms"]] == [150, 300, 1024, 4096, 8192]
+
+
+def test_known_models_and_gpus_are_listed() -> None:
+    status, out, _ = octavo("plan", "--list")
+    assert status == 0
+    assert "llama-3.1-8b        8.03 billion parameters  (config.json of meta-llama/Llama-3.1-8B)\n" in out
+    assert "h200              141 GB\n" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        ([], 2, "octavo: model: name one"),
+        (["lama-3.1-70b"], 1, "octavo: lama-3.1-70b: is no file .* did you mean llama-3.1-70b"),
+        ([*BIG, "--tensor-parallel-size", "2"], 2, "octavo: --tensor-parallel-size: needs --gpu or --memory"),
+        ([*BIG, "--gpu", "t4", "--tensor-parallel-size", "3"], 2, "octavo: --tensor-parallel-size: 3 devices"),
+        ([*BIG, "--gpu", "abacus"], 2, "octavo: --gpu: there is no 'abacus'"),
+        ([*BIG, "--lengths", "1,x", "--gpu", "t4"], 2, "octavo: --lengths: must look like"),
+        ([*BIG, "--lengths", "5000", "--gpu", "t4"], 2, "octavo: --lengths: 5,000 tokens"),
+        ([*BIG, "--gpu", "t4", "--shared-tokens", "151"], 2, "octavo: --shared-tokens: 151 "),
+        ([*BIG, "--gpu", "t4", "--weight-dtype", "int3"], 2, "octavo: --weight-dtype: must be one of"),
+        (["llama-3.1-8b", "--kv-cache-dtype", "fp12"], 2, "octavo: --kv-cache-dtype: must be "),
+    ],
+)
+def test_a_plan_that_cannot_be_made_says_why(arguments: list[str], status: int, message: str) -> None:
+    returned, out, err = octavo("plan", *arguments)
+    assert (returned, out) == (status, "")
+    assert re.match(message, err)
+    assert err.count("\n") == 1
 
 
 # ── pull ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -35,13 +35,14 @@ from typer.core import TyperCommand
 
 from octavo import __version__
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError, InvalidRequest, OctavoError
+from octavo.errors import ConfigError, InvalidRequest, ModelError, OctavoError
 from octavo.server.settings import ServerConfig
 from octavo.types import SamplingParams
 
 if TYPE_CHECKING:
     from octavo.client import Delta, RemoteChat
     from octavo.engine.llm import LLM, StreamEvent
+    from octavo.planner.known import Shape
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -398,6 +399,100 @@ def pull(model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL
             screen.print(f"{name}  {entry.description}")
 
 
+PLANNED = (
+    *("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *("kv_cache_memory_bytes", "swap_space", "kv_cache_dtype_skip_layers"),
+)
+SHAPE_HELP = "A config.json, a folder with one, a .gguf file, a catalogue name, or a well-known model (--list)."
+
+
+@app.command(cls=Command)
+@takes(without=tuple(field.name for field in fields(EngineConfig) if field.name not in PLANNED))
+def plan(
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=SHAPE_HELP)] = None,
+    lengths: Annotated[
+        str, typer.Option(metavar="TOKENS,…", help="Tokens that a sequence holds; several with commas.")
+    ] = "",
+    prompt_tokens: Annotated[int | None, typer.Option(help="Tokens of a prompt; with --output-tokens.")] = None,
+    output_tokens: Annotated[int | None, typer.Option(help="Tokens of its answer.")] = None,
+    shared_tokens: Annotated[int, typer.Option(help="Tokens with which all prompts begin.")] = 0,
+    gpu: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Plan for this; may be given again.")] = None,
+    memory: Annotated[
+        int | None, typer.Option(parser=parse_bytes, metavar="SIZE", help="Plan for a device with so much memory.")
+    ] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Devices that share the model.")] = 1,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(min=0.01, max=1, help="How much of a GPU's memory may be used.")
+    ] = 0.9,
+    weight_dtype: Annotated[
+        str | None, typer.Option(help="What weights are stored as; the default is what the file has, else bf16.")
+    ] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help="What keys and values are stored as; also fp16.")] = "auto",
+    show_list: Annotated[bool, typer.Option("--list", help="Show the well-known models and GPUs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    *,
+    engine: EngineConfig,
+) -> None:
+    """Tell what a model's keys and values take, and how many sequences fit, paged and contiguous.
+
+    Without --gpu and --memory the plan is for this engine on this machine: the pool that it would allocate. GPUs are
+    planned for engines that run there with pages of the same kind. docs/sizing.md tells the sums.
+    """
+    from octavo.engine.sizing import available_memory
+    from octavo.planner import memory as sums
+    from octavo.planner.known import GPUS, MODELS
+    from octavo.planner.report import document, lines
+
+    if show_list:
+        for name, known in MODELS.items():
+            screen.print(f"{name:<16} {known.num_parameters / 1e9:>7.2f} billion parameters  ({known.source})")
+        for name, size in GPUS.items():
+            screen.print(f"{name:<16} {size:>4} GB")
+        return
+    if model is None:
+        raise InvalidRequest("model", "name one: octavo plan MODEL, or see octavo plan --list")
+    shape = _shape(model)
+    engine = replace(engine, kv_cache_dtype="bf16" if kv_cache_dtype == "fp16" else kv_cache_dtype)
+    wanted = sums.each_of(lengths, prompt_tokens, output_tokens, shared_tokens)
+    devices: list[sums.Device | int] = []
+    devices += [sums.gpu(name, tensor_parallel_size, gpu_memory_utilization) for name in gpu or ()]
+    if memory is not None:
+        devices.append(sums.Device("given", memory, tensor_parallel_size))
+    if not devices and tensor_parallel_size > 1:
+        raise ConfigError("tensor_parallel_size", "needs --gpu or --memory: this engine computes in one process")
+    told = kv_cache_dtype if kv_cache_dtype == "fp16" else ""
+    plans = [
+        sums.plan(shape, engine, wanted, where, weight_dtype=weight_dtype, kv_dtype=told)
+        for where in devices or [available_memory()]
+    ]
+    if as_json:
+        screen.print(json.dumps(document(model, shape, plans), indent=1))
+        return
+    for line in lines(model, shape, plans):
+        screen.print(line)
+
+
+def _shape(model: str) -> Shape:
+    """What is known of a model without loading it."""
+    from octavo.models import catalog
+    from octavo.planner.known import MODELS, Shape
+    from octavo.planner.memory import read_shape
+
+    path = Path(model).expanduser()
+    if model in catalog.MODELS or path.suffix == ".gguf":
+        from octavo.models.weights import open_checkpoint  # takes a moment
+
+        checkpoint = open_checkpoint(_fetch(model))
+        return Shape(model, checkpoint.config, weight_bytes=checkpoint.stored_bytes)
+    if path.exists():
+        return read_shape(path)
+    if model.lower() in MODELS:
+        return MODELS[model.lower()]
+    close = get_close_matches(model.lower(), MODELS, n=1)
+    hint = f": did you mean {close[0]}?" if close else "; octavo plan --list shows those"
+    raise ModelError(model, f"is no file or folder and no well-known model{hint}")
+
+
 bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure this engine on this machine.")
 app.add_typer(bench, name="bench")
 
@@ -459,55 +554,64 @@ def throughput(
         screen.print(f"{name:<12} {value}")
 
 
+COMPARED = ("mixed", "uniform", "prefix")
+PAGED_ONLY = (
+    *("block_size", "enable_prefix_caching", "swap_space", "kv_offload_dir", "kv_offload_space", "restore"),
+    *("preemption_mode", "session_ttl", "max_pinned_fraction", "kv_quota"),
+)
+
+
 @bench.command()
-@takes(seed=1, without=("kv_cache_dtype",))
-def quality(
+@takes(seed=1, max_model_len=2048, without=("kv_layout", *PAGED_ONLY))
+def compare(
     model: Model,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(help="Score this text; may be given again. The default is what the model says by itself."),
+    workload: Annotated[
+        list[WorkloadName] | None, typer.Option(help="What to serve; may be given again.", show_default="all three")
     ] = None,
-    dtypes: Annotated[str, typer.Option(help="Formats to compare with bf16.")] = "fp32,int8,fp8_e4m3,fp8_e5m2,int4",
-    lengths: Annotated[str, typer.Option(help="Contexts in which facts are looked for.")] = "512,1024,2048,4096,8192",
+    requests: Annotated[int | None, typer.Option(min=1, help="How many; the default is the workload's own.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds, in which the engines take turns.")] = 3,
+    block_size: Annotated[
+        list[int] | None, typer.Option(help="Page size to compare; may be given again.", show_default="16")
+    ] = None,
+    without_prefix_caching: Annotated[
+        bool, typer.Option("--without-prefix-caching", help="Compare the first page size without it too.")
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
     *,
     engine: EngineConfig,
 ) -> None:
-    """Compare the formats of keys and values with bf16: perplexity, agreement, facts found in long contexts.
+    """Serve the same work from paged and from contiguous KV memory of the same size, side by side.
 
-    Perplexity and agreement are of the same tokens, put to the model in windows of 1,024; fp32 shows how much a change
-    far below the others' makes. Eight facts are told all over a context of other text and asked for at its end;
-    those that are answered without a wrong token count as found.
+    Without --kv-cache-memory-bytes the memory holds 8 sequences of --max-model-len tokens. The engines differ in
+    nothing but their pages. Sequences at once and the share of the memory that holds tokens are means over the steps
+    at which requests wait (all steps, if those are the fewer); beside them stands what octavo plan expects.
+    docs/sizing.md tells more.
     """
+    from octavo.bench.compare import compare_layouts, report, summary
     from octavo.bench.machine import machine
-    from octavo.bench.quality import measure, num_steps
+    from octavo.bench.workloads import WORKLOADS
 
-    texts = [_text(path) for path in text or []]
-    names, sizes = dtypes.split(","), _numbers("lengths", lengths)
+    works = [WORKLOADS[name] for name in (workload or COMPARED)]
+    figures: dict[str, Any] = {"machine": machine(), "model": model, "engine": asdict(engine)}
     path = _fetch(model)
-    columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}")]
-    with Progress(*columns, console=aside, transient=True, disable=not aside.is_terminal) as bar:
-        task = bar.add_task("Loading", total=num_steps(path, texts, names, sizes))
-        found = measure(path, engine, texts, names, sizes, lambda about: bar.update(task, description=about, advance=1))
-    figures = {"machine": machine(), "model": model, "engine": asdict(engine), **found}
+    with aside.status("") as status:
+        figures["results"], whole = compare_layouts(
+            path,
+            engine,
+            works,
+            num_requests=requests,
+            repeats=repeats,
+            block_sizes=block_size or [16],
+            without_cache=without_prefix_caching,
+            progress=status.update,
+        )
+    for result in figures["results"]:
+        result["summary"] = summary(result)
+        for line in report(result):
+            screen.print(line)
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=1) + "\n")
-    screen.print(f"{figures['num_tokens']:,} tokens" + (" of the model's own" if figures["own_text"] else ""))
-    screen.print(f"{'':<10} {'bytes':>7} {'perplexity':>22} {'top-1':>7} {'drift':>7}  facts found")
-    for name, of in figures["dtypes"].items():
-        rise = f"{of['perplexity']:.3f} {of['perplexity_percent']:+.2f} ± {of['perplexity_error_percent']:.2f} %"
-        facts = ", ".join(f"{count} in {length:,}" for length, count in of["found"].items())
-        same = f"{of['top1_percent']:>5.1f} % {of['drift']:>7.4f}"
-        screen.print(f"{name:<10} {of['token_bytes']:>7,.0f} {rise:>22} {same}  {facts}")
-        if "verdict" in of:
-            screen.print(f"{'':<10} {of['verdict']} ({of['bound_percent']} %)")
-
-
-def _numbers(name: str, text: str) -> list[int]:
-    try:
-        return [int(number) for number in text.split(",") if number]
-    except ValueError:
-        raise InvalidRequest(name, f"must be whole numbers with commas between them, got {text!r}") from None
+    raise typer.Exit(0 if whole else 130)
 
 
 class DayName(StrEnum):
@@ -597,6 +701,57 @@ def day(
     if found and days.can_plot():
         days.draw(found, plot)
     raise typer.Exit(0 if whole else 130)
+
+
+@bench.command()
+@takes(seed=1, without=("kv_cache_dtype",))
+def quality(
+    model: Model,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="Score this text; may be given again. The default is what the model says by itself."),
+    ] = None,
+    dtypes: Annotated[str, typer.Option(help="Formats to compare with bf16.")] = "fp32,int8,fp8_e4m3,fp8_e5m2,int4",
+    lengths: Annotated[str, typer.Option(help="Contexts in which facts are looked for.")] = "512,1024,2048,4096,8192",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    *,
+    engine: EngineConfig,
+) -> None:
+    """Compare the formats of keys and values with bf16: perplexity, agreement, facts found in long contexts.
+
+    Perplexity and agreement are of the same tokens, put to the model in windows of 1,024; fp32 shows how much a change
+    far below the others' makes. Eight facts are told all over a context of other text and asked for at its end;
+    those that are answered without a wrong token count as found.
+    """
+    from octavo.bench.machine import machine
+    from octavo.bench.quality import measure, num_steps
+
+    texts = [_text(path) for path in text or []]
+    names, sizes = dtypes.split(","), _numbers("lengths", lengths)
+    path = _fetch(model)
+    columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}")]
+    with Progress(*columns, console=aside, transient=True, disable=not aside.is_terminal) as bar:
+        task = bar.add_task("Loading", total=num_steps(path, texts, names, sizes))
+        found = measure(path, engine, texts, names, sizes, lambda about: bar.update(task, description=about, advance=1))
+    figures = {"machine": machine(), "model": model, "engine": asdict(engine), **found}
+    if json_file is not None:
+        json_file.write_text(json.dumps(figures, indent=1) + "\n")
+    screen.print(f"{figures['num_tokens']:,} tokens" + (" of the model's own" if figures["own_text"] else ""))
+    screen.print(f"{'':<10} {'bytes':>7} {'perplexity':>22} {'top-1':>7} {'drift':>7}  facts found")
+    for name, of in figures["dtypes"].items():
+        rise = f"{of['perplexity']:.3f} {of['perplexity_percent']:+.2f} ± {of['perplexity_error_percent']:.2f} %"
+        facts = ", ".join(f"{count} in {length:,}" for length, count in of["found"].items())
+        same = f"{of['top1_percent']:>5.1f} % {of['drift']:>7.4f}"
+        screen.print(f"{name:<10} {of['token_bytes']:>7,.0f} {rise:>22} {same}  {facts}")
+        if "verdict" in of:
+            screen.print(f"{'':<10} {of['verdict']} ({of['bound_percent']} %)")
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",") if number]
+    except ValueError:
+        raise InvalidRequest(name, f"must be whole numbers with commas between them, got {text!r}") from None
 
 
 def _standing(probe: dict[str, Any], standing: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -724,10 +879,13 @@ def _plain(value: Any) -> Any:
     return value._asdict() if isinstance(value, tuple) and hasattr(value, "_asdict") else value
 
 
+PLAIN_OPTIONS = {"file", "config", "gpu", "lengths", "shared_tokens", "tensor_parallel_size", "weight_dtype"}
+
+
 def _as_option(error: OctavoError) -> str:
     """The error's text, with an option's name as it is typed."""
     name = getattr(error, "option", getattr(error, "field", ""))
-    known = {field.name for config in CONFIGS for field in fields(config)} | {"file", "config"}
+    known = {field.name for config in CONFIGS for field in fields(config)} | PLAIN_OPTIONS
     return f"--{name.replace('_', '-')}{str(error).removeprefix(name)}" if name in known else str(error)
 
 

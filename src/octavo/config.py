@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from octavo.errors import ConfigError
-from octavo.kv_format import ALIASES, KV_BITS, MAX_BLOCK_SIZE, is_block_size
+from octavo.kv_format import ALIASES, KV_BITS, MAX_BLOCK_SIZE, KVFormat, is_block_size, whole_block_size
 
 MAX_LAYERS = 1 << 16
 Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
@@ -68,6 +68,7 @@ class EngineConfig:
     session_ttl: seconds in which an idle session's pages lose their advantage over others'.
     max_pinned_fraction: most of the pool that pinned sessions may hold.
     kv_quota: most of the pool in which one API key's pages may lie idle.
+    kv_layout: paged, or contiguous: one page of max_model_len tokens a sequence, nothing shared; to compare with.
     """
 
     block_size: int = 16
@@ -90,6 +91,7 @@ class EngineConfig:
     max_pinned_fraction: float = 0.25
     kv_quota: float = 1.0
     kv_cache_dtype_skip_layers: tuple[int, ...] = ()
+    kv_layout: str = "paged"
 
     def __post_init__(self) -> None:
         _integer("block_size", self.block_size, 1, MAX_BLOCK_SIZE)
@@ -111,6 +113,13 @@ class EngineConfig:
                 raise ConfigError(name, f"must be true or false, got {getattr(self, name)!r}")
         for name, high in _NUMBERS.items():
             _number(name, getattr(self, name), high)
+        if self.kv_layout not in ("paged", "contiguous"):
+            raise ConfigError("kv_layout", f"must be paged or contiguous; got {self.kv_layout!r}")
+        if self.kv_layout == "contiguous":
+            for name in ("swap_space", "kv_offload_dir"):
+                if getattr(self, name):
+                    raise ConfigError(name, "needs kv_layout paged: a reservation stays where it is")
+            object.__setattr__(self, "enable_prefix_caching", False)
         for name in ("swap_space", "kv_offload_dir"):
             if getattr(self, name) and not self.enable_prefix_caching:
                 raise ConfigError(name, "needs enable_prefix_caching: pages are found again through the prefix cache")
@@ -120,6 +129,35 @@ class EngineConfig:
         for name in ("kv_cache_memory_bytes", "max_model_len", "num_threads"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 1, 2**50)
+
+    def for_model(self, context_length: int) -> EngineConfig:
+        """With the page that the layout asks for: kv_layout contiguous has one that holds the longest sequence.
+
+        Raises ConfigError where that is longer than pages can be.
+        """
+        if self.kv_layout == "paged":
+            return self
+        longest = self.max_model_len or context_length
+        if longest > MAX_BLOCK_SIZE:
+            most = f"kv_layout contiguous reserves at most {MAX_BLOCK_SIZE:,} tokens a sequence"
+            raise ConfigError("max_model_len", f"{longest:,} tokens are too many: {most}")
+        return replace(self, block_size=whole_block_size(longest))
+
+    def kv_format(self, model: ModelConfig) -> KVFormat:
+        """The format of the pages that an engine for this model has.
+
+        Raises ConfigError for a layer that the model lacks, or heads that a format cannot hold.
+        """
+        kept = tuple(sorted(set(self.kv_cache_dtype_skip_layers)))
+        if kept and max(kept) >= model.num_layers:
+            layers = f"the model has {model.num_layers} layers, not one {max(kept)}"
+            raise ConfigError("kv_cache_dtype_skip_layers", layers)
+        dtype = ALIASES.get(self.kv_cache_dtype, self.kv_cache_dtype)
+        if dtype not in ("bf16", "fp32") and model.head_dim % 16:
+            raise ConfigError(
+                "kv_cache_dtype", f"{dtype} needs a head_dim in sixteens, and this model's is {model.head_dim}"
+            )
+        return KVFormat(dtype, model.num_layers, model.num_kv_heads, model.head_dim, self.block_size, kept)
 
 
 _NUMBERS = {"swap_space": 2**20, "kv_offload_space": 2**30, "session_ttl": 1e9, "max_pinned_fraction": 1, "kv_quota": 1}

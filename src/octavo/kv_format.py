@@ -41,6 +41,11 @@ def is_block_size(num_tokens: int) -> bool:
     return num_tokens in (4, 8) or (num_tokens % 16 == 0 and 0 < num_tokens <= MAX_BLOCK_SIZE)
 
 
+def whole_block_size(num_tokens: int) -> int:
+    """The smallest page that holds so many tokens."""
+    return next((size for size in (4, 8) if size >= num_tokens), -(-num_tokens // 16) * 16)
+
+
 @dataclass(frozen=True, slots=True)
 class KVFormat:
     """The format of every page of a pool. Sizes are in bytes. `bf16_layers` keep bf16, whatever the dtype."""

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from octavo.config import EngineConfig
-from octavo.engine.kv_store import GIB, KVStore, available_memory, host_size, pool_size
+from octavo.engine.kv_store import KVStore
 from octavo.engine.page_file import NAME, PageFile
+from octavo.engine.sizing import GIB, available_memory, host_size, pool_size
 from octavo.errors import ConfigError
 from octavo.kv_format import KVFormat
 from octavo.ops.cpu import CpuOps

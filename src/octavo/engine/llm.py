@@ -26,13 +26,14 @@ from octavo.cache.tiers import Costs
 from octavo.config import EngineConfig, ModelConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.guide import Guides
-from octavo.engine.kv_store import GIB, KVStore, available_memory, host_size, pool_size
+from octavo.engine.kv_store import KVStore
 from octavo.engine.page_file import PageFile
 from octavo.engine.runner import ModelRunner
 from octavo.engine.sampler import Sampler
+from octavo.engine.sizing import GIB, available_memory, host_size, pool_size
 from octavo.engine.text import ChoiceText
 from octavo.errors import ConfigError, InvalidRequest, OctavoError
-from octavo.kv_format import ALIASES, KV_REVISION, KVFormat
+from octavo.kv_format import KV_REVISION, KVFormat
 from octavo.models import ARCHITECTURES
 from octavo.models.catalog import resolve
 from octavo.models.llama import Decoder
@@ -148,7 +149,10 @@ class Engine(NamedTuple):
 def assemble(checkpoint: Checkpoint, config: EngineConfig, *, audit: bool = False) -> Engine:
     """Build an engine for a model; with `audit`, pages are checked after every step. Raises ModelError, ConfigError."""
     model, tokenizer = checkpoint.config, checkpoint.tokenizer()
-    kv_format = _kv_format(config, model)
+    given, config = config, config.for_model(model.context_length)
+    if config is not given:
+        _log.info("kv_layout contiguous: each sequence reserves %d tokens; block_size is ignored", config.block_size)
+    kv_format = config.kv_format(model)
     available = available_memory() - checkpoint.stored_bytes
     num_pages, max_model_len = pool_size(config, kv_format, model.context_length, available)
     num_host_pages = host_size(config, kv_format, available - num_pages * kv_format.page_bytes)
@@ -222,19 +226,6 @@ def _page_file(checkpoint: Checkpoint, config: EngineConfig, format: KVFormat, o
         max_bytes=int(config.kv_offload_space * GIB),
         restore=config.restore,
     )
-
-
-def _kv_format(config: EngineConfig, model: ModelConfig) -> KVFormat:
-    """Raises ConfigError for a layer that the model lacks, or heads that a format cannot hold."""
-    kept = tuple(sorted(set(config.kv_cache_dtype_skip_layers)))
-    if kept and kept[-1] >= model.num_layers:
-        raise ConfigError("kv_cache_dtype_skip_layers", f"the model has {model.num_layers} layers, not one {kept[-1]}")
-    dtype = ALIASES.get(config.kv_cache_dtype, config.kv_cache_dtype)
-    if dtype not in ("bf16", "fp32") and model.head_dim % 16:
-        raise ConfigError(
-            "kv_cache_dtype", f"{dtype} needs a head_dim in sixteens, and this model's is {model.head_dim}"
-        )
-    return KVFormat(dtype, model.num_layers, model.num_kv_heads, model.head_dim, config.block_size, kept)
 
 
 def _backend(config: EngineConfig) -> Ops:

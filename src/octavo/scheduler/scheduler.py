@@ -64,6 +64,7 @@ class Scheduler:
         self._max_num_batched_tokens = config.max_num_batched_tokens
         # a running sequence gets at least one token a step
         self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._grows = max_model_len - 1 > cache.block_size  # no page follows one that holds any sequence
         self._groups: dict[str, Group] = {}
         self._running: dict[int, Sequence] = {}
         self._parked: dict[int, Sequence] = {}
@@ -256,13 +257,13 @@ class Scheduler:
             heappush(self._waiting, (sequence.key, sequence))
 
     def _try_admit(self, sequence: Sequence) -> Admission | Wait | None:
-        """Pages for everything the sequence knows, leaving one for each running one, which will need it before long."""
+        """Pages for all the sequence knows, leaving one for each running one, if these grow: they will need it soon."""
         group = sequence.group
         while True:
             admission = self.cache.admit(
                 sequence.token_ids,
                 group.request.identity,
-                spare=len(self._running),
+                spare=len(self._running) if self._grows else 0,
                 use_cache=not group.scores_prompt,
                 resumed=group.num_cached_tokens is not None,
                 owner=group.request.tenant,

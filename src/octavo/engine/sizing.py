@@ -1,0 +1,109 @@
+"""How large the tiers in memory are: from what is asked for, what a page takes, and what this machine has free.
+
+Plain integers, so that a plan and the engine size the same pool with the same sums. It never allocates.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.kv_format import KVFormat
+
+_log = logging.getLogger(__name__)
+
+GIB = 1 << 30
+
+MEMORY_PERCENT = 40
+"""How much of the memory that is free the pool may take unless told. Untouched pages cost nothing: the system maps
+memory when it is first written."""
+
+
+def host_size(config: EngineConfig, format: KVFormat, free_bytes: int) -> int:
+    """Pages of the host tier: what `swap_space` holds.
+
+    Raises ConfigError where that is not one page, or more than `free_bytes`, which pool and weights leave.
+    """
+    budget = int(config.swap_space * GIB)
+    num_pages = budget // format.page_bytes
+    if budget and not num_pages:
+        raise ConfigError("swap_space", f"one page takes {format.page_bytes:,} bytes and it gives {budget:,}")
+    if num_pages and budget > free_bytes:
+        raise ConfigError(
+            "swap_space",
+            f"{budget:,} bytes are more than the {max(0, free_bytes):,} that are free beside the weights and the pool: "
+            "lower swap_space or kv_cache_memory_bytes",
+        )
+    return num_pages
+
+
+def pool_size(config: EngineConfig, format: KVFormat, context_length: int, available_bytes: int) -> tuple[int, int]:
+    """(num_pages, max_model_len): the pool's size and the longest sequence, prompt and answer, that it serves.
+
+    `kv_cache_memory_bytes` decides if it is set; otherwise all the sequences at their longest, but at most
+    MEMORY_PERCENT of `available_bytes`. A sequence of L tokens stores L - 1: the last one drawn is never read. A
+    `max_model_len` that was asked for must fit; the model's context length is cut to what does, and a log line says so.
+
+    Raises ConfigError naming both numbers and the option.
+    """
+    wanted = config.max_model_len or context_length
+    if wanted > context_length:
+        raise ConfigError("max_model_len", f"{wanted} tokens are more than the model's context of {context_length}")
+    needed = max(1, format.num_pages(wanted - 1))
+    option, budget = "kv_cache_memory_bytes", config.kv_cache_memory_bytes
+    if budget is None:
+        budget = available_bytes * MEMORY_PERCENT // 100
+        num_pages = min(config.max_num_seqs * needed, budget // format.page_bytes)
+        source = f"{MEMORY_PERCENT} % of the {available_bytes:,} bytes of memory that are free"
+    else:
+        num_pages = budget // format.page_bytes
+        source = "the pool"
+    if num_pages < 1:
+        raise ConfigError(option, f"one page takes {format.page_bytes:,} bytes and {source} gives {budget:,}")
+    if num_pages >= needed:
+        return num_pages, wanted
+    longest = num_pages * format.block_size + 1
+    if config.max_model_len is not None:
+        raise ConfigError(
+            "max_model_len",
+            f"a sequence of {wanted} tokens takes {needed} pages and the pool has {num_pages} ({budget:,} bytes): "
+            f"lower max_model_len to {longest} or raise kv_cache_memory_bytes to {needed * format.page_bytes:,}",
+        )
+    _log.warning(
+        "the pool has %d pages: max_model_len is %d instead of the model's %d tokens, which take %d pages",
+        *(num_pages, longest, context_length, needed),
+    )
+    return num_pages, longest
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes this process may still take: what the system has free, or less where a control group has a limit."""
+    meminfo = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
+    return max(0, min([int(meminfo["MemAvailable"].split()[0]) * 1024, *_cgroup_headrooms(root)]))
+
+
+def _cgroup_headrooms(root: Path) -> Iterator[int]:
+    """Limit less use, in bytes, of this process's control group and those above it, version 1 or 2.
+
+    File pages that the kernel drops before it denies memory (a model file just read, say) count as unused.
+    """
+    groups = root / "proc/self/cgroup"
+    for line in groups.read_text().splitlines() if groups.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top, limit, usage, cache = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            top, limit, usage = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cache = "total_inactive_file"
+        else:
+            continue
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if (folder / limit).exists() and (value := (folder / limit).read_text().strip()) != "max":
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                yield int(value) - int((folder / usage).read_text()) + int(stat.get(cache, 0))
+            if folder == top:
+                break

@@ -1,0 +1,94 @@
+"""Plans as tables for a terminal, and as what JSON can say. It never computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from octavo.planner.known import Shape
+from octavo.planner.memory import Plan, Room
+
+SIZES = (
+    *("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"),
+    *("context_length", "sliding_window", "tie_embeddings"),
+)
+
+
+def document(name: str, shape: Shape, plans: Sequence[Plan]) -> dict[str, Any]:
+    """All figures of some plans for one model."""
+    rooms = [[{**asdict(room), "gain": room.gain} for room in plan.rooms] for plan in plans]
+    return {
+        "model": name,
+        "source": shape.source,
+        "shape": {name: getattr(shape.model, name) for name in SIZES} | {"experts": shape.experts},
+        "num_parameters": shape.num_parameters,
+        "plans": [asdict(plan) | {"rooms": found} for plan, found in zip(plans, rooms, strict=True)],
+    }
+
+
+def lines(name: str, shape: Shape, plans: Sequence[Plan]) -> Iterator[str | Table]:
+    """What a person wants to see first, and the tables below it."""
+    c = shape.model
+    yield f"{name}: {shape.num_parameters / 1e9:.2f} billion parameters, {c.num_layers} layers, {c.num_heads} heads"
+    yield f"of which {c.num_kv_heads} keep keys and values, {c.head_dim} wide ({shape.source})"
+    if c.sliding_window:
+        yield f"It sees {c.sliding_window:,} tokens back; those before them stay in memory all the same."
+    yield ""
+    yield _memory(plans)
+    for plan in plans:
+        yield ""
+        yield f"Sequences at once, {_device(plan)}, max_model_len {plan.max_model_len:,}:"
+        yield _rooms(plan.rooms)
+        if not plan.num_pages:
+            yield "Weights and activations leave no room."
+
+
+def _memory(plans: Sequence[Plan]) -> Table:
+    table = Table("bytes", box=None, pad_edge=False)
+    for plan in plans:
+        table.add_column(_device(plan), justify="right")
+    first = plans[0]
+    rows = {
+        "memory": "memory_bytes",
+        "weights": "weight_bytes",
+        "activations, at most": "activation_bytes",
+        f"a token in {first.kv_dtype}": "token_bytes",
+        f"a page of {first.block_size} tokens": "page_bytes",
+        "a sequence of max_model_len": "sequence_bytes",
+        "the pool": "pool_bytes",
+        "its pages": "num_pages",
+        "its tokens": "pool_tokens",
+        "host pages": "num_host_pages",
+        "page tables, on the host": "page_table_bytes",
+        "pool and index, on the host": "index_bytes",
+    }
+    for title, name in rows.items():
+        if name != "num_host_pages" or first.num_host_pages:
+            table.add_row(title, *(f"{getattr(plan, name):,}" for plan in plans))
+    return table
+
+
+def _rooms(rooms: Sequence[Room]) -> Table:
+    table = Table(box=None, padding=(0, 0, 0, 1), pad_edge=False)
+    for title in ("tokens", "pages", "bytes", "paged", "typically", "waste", "contiguous", "waste", "gain"):
+        table.add_column(title, justify="right")
+    for room in rooms:
+        table.add_row(
+            f"{room.tokens:,.0f}",
+            f"{room.pages:,.0f}",
+            f"{room.sequence_bytes:,.0f}",
+            f"{room.paged_at_once:,}",
+            f"{int(room.paged_typically):,}",
+            f"{room.paged_waste:.0%}",
+            f"{room.contiguous_at_once:,}",
+            f"{room.contiguous_waste:.0%}",
+            f"{room.gain:.1f} ×" if room.gain is not None else "–",
+        )
+    return table
+
+
+def _device(plan: Plan) -> str:
+    return plan.device if plan.num_devices == 1 else f"{plan.num_devices} × {plan.device}"

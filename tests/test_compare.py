@@ -1,0 +1,82 @@
+"""Both layouts get the same memory and the same work, and what is told of them adds up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from octavo.bench.compare import RESERVATIONS, pool_bytes, summary, variants
+from octavo.cli import app
+from octavo.config import EngineConfig
+from octavo.planner.known import MODELS
+
+
+def test_variants_differ_in_their_pages_only() -> None:
+    config = EngineConfig(max_model_len=512, seed=3)
+    found = variants(config, [16, 64, 16], without_cache=True)
+    assert list(found) == ["contiguous", "paged 16", "paged 64", "paged 16, no prefix cache"]
+    assert found["contiguous"] == EngineConfig(max_model_len=512, seed=3, kv_layout="contiguous")
+    assert found["paged 64"] == EngineConfig(max_model_len=512, seed=3, block_size=64)
+    assert found["paged 16, no prefix cache"] == EngineConfig(max_model_len=512, seed=3, enable_prefix_caching=False)
+
+
+def test_memory_for_eight_unless_told() -> None:
+    model = MODELS["smollm2-135m"].model
+    assert pool_bytes(EngineConfig(max_model_len=2048), model) == RESERVATIONS * 2048 * 23_040
+    assert pool_bytes(EngineConfig(kv_cache_memory_bytes=5), model) == 5
+
+
+def test_layouts_are_compared(model_path: Path, tmp_path: Path) -> None:
+    """Six prompts of 544 tokens, 512 of them shared, in memory for two reservations."""
+    report = tmp_path / "figures.json"
+    options = ["--workload", "prefix", "--requests", "6", "--repeats", "2", "--json", str(report)]
+    options += ["--max-model-len", "640", "--kv-cache-memory-bytes", str(2 * 640 * 23_040), "--without-prefix-caching"]
+    printed = CliRunner().invoke(app, ["bench", "compare", str(model_path), *options])
+    assert printed.exit_code == 0, printed.output
+    [result] = json.loads(report.read_text())["results"]
+    contiguous, paged, plain = result["variants"]
+    assert [variant["num_pages"] for variant in result["variants"]] == [2, 80, 80]
+    for variant in result["variants"]:
+        assert variant["num_pages"] * variant["page_bytes"] == 2 * 640 * 23_040
+        for one in variant["rounds"]:
+            assert (one["prompt_tokens"], one["output_tokens"]) == (6 * 544, 6 * 64)
+            assert 0 < one["kv_use"] <= one["kv_held"] <= 1
+    assert [one["cached_tokens"] for one in contiguous["rounds"] + plain["rounds"]] == [0] * 4
+    assert [one["cached_tokens"] for one in paged["rounds"]] == [5 * 512] * 2  # what a round left behind was dropped
+    for one in contiguous["rounds"]:
+        assert (one["most_running"], one["num_preemptions"]) == (2, 0)
+        assert 544 / 640 <= one["kv_use"] <= 607 / 640
+    assert all(one["most_running"] == 6 for one in paged["rounds"])
+    assert contiguous["planned"]["running"] == 2
+    assert contiguous["planned"]["kv_use"] == pytest.approx((544 + 607) / 2 / 640)
+    assert paged["planned"]["running"] == 6
+    assert plain["planned"]["running"] == pytest.approx(
+        80 / ((16 * 34 + 16 * 35 + 16 * 36 + 16 * 37) / 64 + 0.5), rel=0.02
+    )
+    for line in result["summary"]:
+        assert line["name"] in printed.output and f"{line['kv_use']:.0%}" in printed.output
+
+
+def test_a_summary_has_medians_and_ratios_round_by_round() -> None:
+    def rounds(*speeds: float, running: float) -> list[dict[str, float]]:
+        same = {
+            "kv_use": 0.5,
+            "kv_held": 1,
+            "running": running,
+            "num_steps": 9,
+            "num_preemptions": 0,
+            "cached_tokens": 0,
+        }
+        return [same | {"running": running, "output_tokens_per_s": speed} for speed in speeds]
+
+    variants = [
+        {"name": "contiguous", "rounds": rounds(10, 20, 40, running=2), "planned": {"running": 2, "kv_use": 0.4}},
+        {"name": "paged 16", "rounds": rounds(20, 60, 40, running=6), "planned": {"running": 8, "kv_use": 0.9}},
+    ]
+    base, paged = summary({"variants": variants})
+    assert (base["speed"], base["gain"], base["planned_gain"]) == (1, 1, 1)
+    assert (paged["speed"], paged["least_speed"], paged["most_speed"]) == (2, 1, 3)
+    assert (paged["output_tokens_per_s"], paged["gain"], paged["planned_gain"]) == (40, 3, 4)
