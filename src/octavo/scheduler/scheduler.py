@@ -83,6 +83,15 @@ class Scheduler:
         return len(self._running) + len(self._parked) + len(self._loading)
 
     @property
+    def max_running(self) -> int:
+        return self._max_running
+
+    @property
+    def running(self) -> abc.Collection[Sequence]:
+        """Those that the next step computes, unless it must do without them."""
+        return self._running.values()
+
+    @property
     def has_work(self) -> bool:
         return bool(self._groups)
 
