@@ -50,7 +50,7 @@ def rates(work: list[Work], seconds: float) -> dict[str, float]:
     }
 
 
-def _tokens(chance: random.Random, vocab_size: int, count: int) -> list[int]:
+def random_tokens(chance: random.Random, vocab_size: int, count: int) -> list[int]:
     return [chance.randrange(FIRST_TOKEN, vocab_size) for _ in range(count)]
 
 
@@ -61,13 +61,13 @@ def _log_normal(chance: random.Random, mean: float, low: int, high: int, sigma: 
 
 def _mixed(num_requests: int, vocab_size: int, chance: random.Random) -> list[Work]:
     lengths = [(_log_normal(chance, 161, 4, 1024), _log_normal(chance, 180, 4, 512)) for _ in range(num_requests)]
-    return [Work(_tokens(chance, vocab_size, prompt), answer) for prompt, answer in lengths]
+    return [Work(random_tokens(chance, vocab_size, prompt), answer) for prompt, answer in lengths]
 
 
 def _fixed(prompt: int, answer: int, shared: int = 0) -> Callable[[int, int, random.Random], list[Work]]:
     def make(num_requests: int, vocab_size: int, chance: random.Random) -> list[Work]:
-        common = _tokens(chance, vocab_size, shared)
-        return [Work(common + _tokens(chance, vocab_size, prompt), answer) for _ in range(num_requests)]
+        common = random_tokens(chance, vocab_size, shared)
+        return [Work(common + random_tokens(chance, vocab_size, prompt), answer) for _ in range(num_requests)]
 
     return make
 
