@@ -31,7 +31,7 @@ format: $(VENV)/dev ## format the sources and mend what can be mended
 
 docs: $(VENV)/built ## write the help texts into docs/cli.md
 	@{ printf '# The command line\n\nWhat `--help` prints; `make docs` writes this page.\n'; \
-	  for command in '' 'generate ' 'chat ' 'serve ' 'pull ' 'bench ' 'bench throughput '; do \
+	  for command in '' 'generate ' 'chat ' 'serve ' 'pull ' 'simulate ' 'bench ' 'bench throughput ' 'bench calibrate '; do \
 	    printf '\n```console\n$$ octavo %s--help\n' "$$command"; COLUMNS=80 $(BIN)/octavo $$command--help; printf '```\n'; \
 	  done; } > docs/cli.md
 

@@ -13,7 +13,17 @@ import pytest
 import octavo
 
 SOURCE = Path(octavo.__file__).parent
-CONTROL_PLANE = ["types", "config", "errors", "kv_format", "cache", "scheduler", "engine/core.py", "engine/executor.py"]
+CONTROL_PLANE = [
+    "types",
+    "config",
+    "errors",
+    "kv_format",
+    "cache",
+    "scheduler",
+    "engine/core.py",
+    "engine/executor.py",
+    "simulator",
+]
 FORBIDDEN = ("numpy", "torch", "ray", "fastapi", "starlette", "uvicorn", "tokenizers", "jinja2", "octavo._native")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -93,6 +93,14 @@ class Measured:
     load_s: dict[Tier, float]
     weight_bytes: int
     memory_bytes: int
+
+    def at(self, dtype: str, block_size: int) -> Measured:
+        """The same with pages of another size. Raises ConfigError for another dtype, whose steps take other times."""
+        if dtype not in ("auto", self.format.dtype):
+            raise ConfigError("kv_cache_dtype", f"{dtype} was not timed: this calibration is of {self.format.dtype}")
+        share = block_size / self.format.block_size
+        loads = {tier: seconds * share for tier, seconds in self.load_s.items()}
+        return replace(self, format=replace(self.format, block_size=block_size), load_s=loads)
 
     def step_s(self, load: Load) -> float:
         rows, draws, seen, pairs, stored = load

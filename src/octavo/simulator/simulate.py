@@ -175,7 +175,7 @@ class Histogram:
 
 
 class Sample(NamedTuple):
-    """What an engine holds at a time: sequences; pages of the pool; slots in held pages without a token; pages below."""
+    """What an engine holds at a time: sequences; pages of the pool; slots in held pages without tokens; pages below."""
 
     at: float
     running: int
