@@ -66,6 +66,7 @@ class Scheduler:
         self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._groups: dict[str, Group] = {}
         self._running: dict[int, Sequence] = {}
+        self._aside: dict[int, Sequence] = {}
         self._parked: dict[int, Sequence] = {}
         self._loading: dict[int, Sequence] = {}
         self._waiting: list[tuple[tuple[int, int, int, int], Sequence]] = []  # a heap; finished entries are skipped
@@ -80,7 +81,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running) + len(self._parked) + len(self._loading)
+        return len(self._running) + len(self._aside) + len(self._parked) + len(self._loading)
 
     @property
     def max_running(self) -> int:
@@ -88,7 +89,7 @@ class Scheduler:
 
     @property
     def running(self) -> abc.Collection[Sequence]:
-        """Those that the next step computes, unless it must do without them."""
+        """Those that the next step computes, unless it must do without them, and that are not set aside."""
         return self._running.values()
 
     @property
@@ -140,6 +141,18 @@ class Scheduler:
         for request_id in list(self._groups):
             self.abort(request_id)
 
+    def set_aside(self, sequence: Sequence) -> None:
+        """Leave a running sequence out of the plans to come, though it counts as running in them.
+
+        For a simulator, while all that a sequence needs is a token a step: the caller then sees to its tokens, its
+        pages and the stats, and has it back before it ends, or anybody lacks a page.
+        """
+        self._aside[sequence.seq_id] = self._running.pop(sequence.seq_id)
+
+    def call_back(self, sequence: Sequence) -> None:
+        """The next plan has it again."""
+        self._running[sequence.seq_id] = self._aside.pop(sequence.seq_id)
+
     # ── a step ──
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
@@ -153,7 +166,7 @@ class Scheduler:
         in_order = sorted(self._running.values(), key=attrgetter("key"))
         # reserving may preempt sequences further on in the list, which are then no longer running
         chosen = [(seq, 1) for seq in in_order if seq.phase is Phase.RUNNING and self._reserve_next(seq)]
-        budget = self._max_num_batched_tokens - len(chosen)
+        budget = self._max_num_batched_tokens - len(chosen) - len(self._aside)
         prefilling: list[Sequence] = []
         if len(chosen) < len(self._running):
             prefilling = [seq for seq in self._running.values() if seq.num_remaining > 1]
@@ -162,7 +175,7 @@ class Scheduler:
         chosen += [(seq, share) for seq, share in zip(prefilling, shares, strict=True) if share]
         self._planned = [sequence for sequence, _ in chosen]
         page_ops = self.cache.take_page_ops()
-        if not chosen and not self.cache.busy and not page_ops:
+        if not chosen and not self._aside and not self.cache.busy and not page_ops:
             return None
         self.stats.num_steps += 1
         slices = [self._slice(sequence, count) for sequence, count in chosen]
@@ -236,7 +249,8 @@ class Scheduler:
         """Start waiting sequences, in order, while there are places, tokens and pages; add them to `prefilling`."""
         stepped_aside: list[Sequence] = []
         wanted = sum(seq.num_remaining for seq in prefilling)
-        while len(self._running) + len(self._loading) < self._max_running and len(stepped_aside) < MAX_WAITS:
+        taken = len(self._aside) + len(self._loading)
+        while len(self._running) + taken < self._max_running and len(stepped_aside) < MAX_WAITS:
             sequence = self._head()
             crowded = prefilling and wanted >= budget and (len(prefilling) + 1) * MIN_SHARE > budget
             if sequence is None or len(prefilling) >= budget or crowded:
@@ -254,6 +268,7 @@ class Scheduler:
             if sequence.table is not None and sequence.table.load is not None:
                 sequence.phase = Phase.LOADING
                 self._loading[sequence.seq_id] = sequence
+                taken += 1
                 continue
             self._run(sequence)
             prefilling.append(sequence)
@@ -268,13 +283,13 @@ class Scheduler:
             admission = self.cache.admit(
                 sequence.token_ids,
                 group.request.identity,
-                spare=len(self._running),
+                spare=len(self._running) + len(self._aside),
                 use_cache=not group.scores_prompt,
                 resumed=group.num_cached_tokens is not None,
                 owner=group.request.tenant,
                 session=group.session,
             )
-            if admission is not None or self._running or self._loading:
+            if admission is not None or self._running or self._aside or self._loading:
                 break
             if self._parked:
                 self._preempt(max(self._parked.values(), key=attrgetter("key")))
@@ -336,6 +351,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self._running.pop(sequence.seq_id, None)
+        self._aside.pop(sequence.seq_id, None)
         self._parked.pop(sequence.seq_id, None)
         self._loading.pop(sequence.seq_id, None)
         if sequence.table is not None:

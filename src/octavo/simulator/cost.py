@@ -32,6 +32,9 @@ class Load(NamedTuple):
     num_pairs: int = 0
     num_stored: int = 0
 
+    def __add__(self, other: Load) -> Load:  # type: ignore[override]  # of tuples it means something else
+        return Load(*map(int.__add__, self, other))
+
 
 def load_of(slices: Iterable[tuple[int, int, int]]) -> Load:
     """The load of slices of (start, tokens, draws)."""
@@ -55,7 +58,9 @@ def load_of_plan(slices: Iterable[Slice]) -> Load:
 class Cost(Protocol):
     """Seconds of steps and moves, and the pages that they move."""
 
-    format: KVFormat
+    @property
+    def format(self) -> KVFormat:
+        """What a page is."""
 
     @property
     def weight_bytes(self) -> int:

@@ -23,7 +23,8 @@ from octavo.engine.core import EngineCore
 from octavo.engine.executor import Executor
 from octavo.errors import ConfigError, InvalidRequest
 from octavo.scheduler.scheduler import MAX_WAITS, Scheduler
-from octavo.simulator.cost import Cost, load_of, load_of_plan
+from octavo.simulator.cost import Cost, Load, load_of, load_of_plan
+from octavo.simulator.stride import Stride
 from octavo.simulator.traces import VOCAB_SIZE, Arrival
 from octavo.types import (
     CopyPage,
@@ -43,6 +44,7 @@ from octavo.types import (
 
 GIB = 1 << 30
 NO_ANSWER = SliceResult(())
+NOTHING = Load(0)
 
 
 class Timed(Executor, Protocol):
@@ -54,18 +56,22 @@ class Timed(Executor, Protocol):
 class PricedExecutor:
     """Prices plans instead of carrying them out. One copy between tiers is made at a time, beside the steps.
 
-    The token drawn at a position is the request's seed + the position.
+    The token drawn at a position is the request's seed + the position. `aside` is computed besides the plan.
     """
 
     def __init__(self, cost: Cost) -> None:
         self.now = 0.0
+        self.aside = NOTHING
         self._cost = cost
         self._moves: deque[tuple[float, Moved]] = deque()  # with their ends, in order
 
     def execute(self, plan: StepPlan) -> StepResult:
         if plan.page_ops:
             self._begin(plan.page_ops)
-        seconds = self._cost.step_s(load_of_plan(plan.slices)) if plan.slices else 0.0
+        seconds = 0.0
+        if plan.slices or self.aside.num_rows:
+            load = load_of_plan(plan.slices)
+            seconds = self._cost.step_s(load + self.aside if self.aside.num_rows else load)
         self.now += seconds
         if not self._moves:
             return StepResult([_answer(piece) for piece in plan.slices], (), seconds)
@@ -75,6 +81,12 @@ class PricedExecutor:
         while self._moves and self._moves[0][0] <= self.now:
             ended.append(self._moves.popleft()[1])
         return StepResult([_answer(piece) for piece in plan.slices], ended, seconds)
+
+    def glide(self, load: Load) -> float:
+        """Price a step without a plan."""
+        seconds = self._cost.step_s(load)
+        self.now += seconds
+        return seconds
 
     def close(self) -> None:
         self._moves.clear()
@@ -197,10 +209,11 @@ class Timeline:
         self.next_at = 0.0
         self._distance = 0.01
 
-    def take(self, core: EngineCore, now: float) -> Sample:
+    def take(self, core: EngineCore, now: float, stride: Stride | None) -> Sample:
         scheduler, size = core.scheduler, core.cache.block_size
         pool, host, disk = core.cache.tier_pages().values()
-        empty = sum(len(at.table.pages) * size - at.num_computed for at in scheduler.running if at.table is not None)
+        empty = stride.slots_empty if stride is not None else 0
+        empty += sum(len(at.table.pages) * size - at.num_computed for at in scheduler.running if at.table is not None)
         waiting = scheduler.num_waiting
         sample = Sample(
             now, scheduler.num_running, waiting, pool.referenced, pool.cached, empty,
@@ -289,9 +302,19 @@ class Figures:
 
 
 class Simulation:
-    """A trace on its way through an engine. `run` it; after an interruption what has been counted is right as well."""
+    """A trace on its way through an engine. `run` it; after an interruption what has been counted is right as well.
 
-    def __init__(self, core: EngineCore, arrivals: Iterable[Arrival], chrome: ChromeTrace | None = None) -> None:
+    With `strides`, and if nothing forbids them, steps that need no scheduler are made without it.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        arrivals: Iterable[Arrival],
+        chrome: ChromeTrace | None = None,
+        *,
+        strides: bool = True,
+    ) -> None:
         self.core = core
         self.figures = Figures()
         self.now = 0.0
@@ -301,6 +324,9 @@ class Simulation:
         self._open: dict[str, _Open] = {}
         self._chrome = chrome
         self._wall_s = 0.0
+        tiers = sum(pool.num_pages for pool in core.cache.tiers.pools[1:])
+        priced = isinstance(core.executor, PricedExecutor)
+        self._stride = Stride(core.scheduler) if strides and priced and not tiers else None
         # The scheduler looks no further into its queue in one step, so that later requests need not be in it.
         self._enough = min(core.scheduler.max_running + MAX_WAITS, 1 << 20)
 
@@ -323,11 +349,35 @@ class Simulation:
             self.now = self._next.at
             return True
         start = self._executor.now = self.now
-        outputs = self.core.step(now=start)
-        self.now = self._executor.now
-        self._scheduled(start)
-        self._count(outputs, start)
+        if self._stride is None:
+            outputs, steady = self.core.step(now=start), 0
+            self.now = self._executor.now
+            self._scheduled(start)
+        else:
+            outputs, steady = self._strides(self._stride, start)
+        self._count(outputs, steady, start)
         return True
+
+    def _strides(self, stride: Stride, start: float) -> tuple[list[Output], int]:
+        """A step with or without the scheduler: outputs, and how many more got a token."""
+        executor = self._executor
+        assert isinstance(executor, PricedExecutor)
+        if stride.glides():
+            load = stride.load
+            stride.glide(start)
+            executor.glide(load)
+            self.now = executor.now
+            return [], load.num_rows
+        called = list(stride.call_back())
+        for sequence in called:
+            self._open[sequence.group.request.request_id].latest = start
+        executor.aside = stride.load
+        before = self.core.scheduler.stats.computed_tokens
+        outputs = self.core.step(now=start)
+        self.now = executor.now
+        stride.stepped(called, self.core.scheduler.stats.computed_tokens == before)
+        self._scheduled(start)
+        return outputs, executor.aside.num_rows
 
     def _feed(self) -> None:
         """Hand over the requests that have come, as many as it takes for the scheduler to see no difference."""
@@ -336,6 +386,8 @@ class Simulation:
             self._next = next(self._arrivals, None)
             figures = self.figures
             figures.num_arrived += 1
+            if self._stride is not None:
+                self._stride.came()
             name = str(figures.num_arrived)
             params = SamplingParams(max_tokens=arrival.num_output, seed=arrival.seed, temperature=0.0, ignore_eos=True)
             try:
@@ -352,10 +404,11 @@ class Simulation:
             one.scheduled = start
             self.figures.queue.add(start - one.at)
 
-    def _count(self, outputs: list[Output], start: float) -> None:
+    def _count(self, outputs: list[Output], steady: int, start: float) -> None:
+        """Take outputs in, and `steady` more from those who got a token in the step before as well."""
         figures, now, requests = self.figures, self.now, self._open
-        figures.output_tokens += len(outputs)
-        steady = 0  # these got a token in the step before as well
+        num_tokens = steady + len(outputs)
+        figures.output_tokens += num_tokens
         for output in outputs:
             one = requests[output.request_id]
             if one.latest == start:
@@ -375,9 +428,9 @@ class Simulation:
         if steady:
             figures.inter_token.add(now - start, steady)
         if self._chrome is not None:
-            self._chrome.step(start, now, tokens=len(outputs))
+            self._chrome.step(start, now, tokens=num_tokens)
         if now >= figures.timeline.next_at:
-            sample = figures.timeline.take(self.core, now)
+            sample = figures.timeline.take(self.core, now, self._stride)
             if self._chrome is not None:
                 self._chrome.pages(sample)
 
