@@ -294,8 +294,7 @@ class CacheManager:
             table.load.table = None
         if session is not None and table.load is None:
             self.sessions.follow(session, table.node)
-        for page in reversed(table.pages):
-            self._release(page)
+        self.tiers.release_pages(reversed(table.pages))
         del self.tables[table]
         del table.pages[:]
         self.tiers.hold_to_quota(table.owner)
@@ -314,6 +313,9 @@ class CacheManager:
         return table
 
     def _grow(self, table: PageTable, num_pages: int) -> None:
+        free = self.pool.take_free(num_pages - len(table.pages))
+        table.pages.extend(free)
+        self._taken(len(free))
         for _ in range(num_pages - len(table.pages)):
             table.pages.append(self._take())
 
@@ -321,9 +323,12 @@ class CacheManager:
         if self.pool.num_free == 0:
             self._evict()
         page = self.pool.take()
-        self.stats.pages_allocated += 1
-        self.stats.peak_pages = max(self.stats.peak_pages, self.pool.num_referenced)
+        self._taken(1)
         return page
+
+    def _taken(self, num_pages: int) -> None:
+        self.stats.pages_allocated += num_pages
+        self.stats.peak_pages = max(self.stats.peak_pages, self.pool.num_referenced)
 
     def _evict(self) -> None:
         self.tiers.evict(Tier.DEVICE)

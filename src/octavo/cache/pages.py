@@ -69,6 +69,17 @@ class PagePool:
         self._refs[page] = 1
         return page
 
+    def take_free(self, count: int) -> list[int]:
+        """So many free pages, or all that there are, each now referenced once; as `take` gives them one by one."""
+        if count <= 0:
+            return []
+        pages = self._free[-count:]
+        del self._free[-count:]
+        pages.reverse()
+        for page in pages:
+            self._refs[page] = 1
+        return pages
+
     def take_these(self, pages: Collection[int]) -> None:
         """Reference these free pages, once each. O(free pages): for what is found at the start."""
         taken = set(pages)
