@@ -13,6 +13,7 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,10 @@ def simulated(cost: Measured, config: EngineConfig, num_requests: int) -> dict[s
     _, work = WORKLOADS["mixed"].draw(num_requests, 49_152, config.seed)
     simulation = Simulation(engine(config, cost), arrivals_of(work))
     simulation.run()
-    report = simulation.report()
+    report, times = simulation.report(), simulation.figures.first_token
     return {
         "output_tokens_per_s": report["output_tokens_per_s"],
-        "first_token_s": report["first_token_s"]["p50"],
+        "first_token_s": (times.percentile(50) + times.percentile(50 + 1e-6)) / 2,
         "num_preemptions": report["num_preemptions"],
         "num_steps": report["num_steps"],
     }
@@ -60,7 +61,7 @@ def compared(model: str, pools: list[int], at_once: int, num_requests: int, repe
     path = resolve(model)
     print("calibrating", file=sys.stderr)
     fit = calibrate(path, model, EngineConfig(max_num_seqs=at_once))
-    yield "fit", {"num_steps": fit.num_steps, "num_left_out": fit.num_left_out, "error": fit.error}
+    yield "fit", {**asdict(fit.cost), "num_steps": fit.num_steps, "error": fit.error}
     configs = {pages: config_of(pages, fit.cost.format.page_bytes, at_once) for pages in pools}
     runs: dict[int, list[dict[str, Any]]] = {pages: [] for pages in pools}
     for _ in range(repeats):
@@ -82,7 +83,7 @@ def main() -> None:
     parser.add_argument("--pools", default="4096,256,112", help="their pages")
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     pools = [int(pages) for pages in asked.pools.split(",")]

@@ -599,7 +599,7 @@ def calibrate(
     path = _fetch(model)
     with aside.status("Timing steps"):
         fit = measure(path, model, engine, repeats)
-    fit.cost.save(json_file, **about, num_steps=fit.num_steps, num_left_out=fit.num_left_out, error=fit.error)
+    fit.cost.save(json_file, **about, num_steps=fit.num_steps, num_disturbed=fit.num_disturbed, error=fit.error)
     screen.print(f"{fit.num_steps} steps, half of them within {100 * fit.error:.1f} % of the fit; {json_file}")
 
 

@@ -1,9 +1,10 @@
 """What steps take on this machine, fitted to steps of the real engine, for the simulator.
 
 The engine serves a small grid of prompts and answers through `LLM`, as anyone would use it; each step is timed from the
-end of the one before, so that scheduling and texts count. What a step takes is then fitted by least squares of relative
-errors: a line between knots for its rows, and a constant each for a draw, a token attended to by a single row, a pair
-of a row and a token in longer slices, and a token stored before those. See octavo.simulator.cost.
+end of the one before, so that scheduling and texts count. What a step takes is then fitted, by least squares weighted
+until they are least absolute relative errors, so that steps that were disturbed count little: a line between knots for
+its rows, and a constant each for a draw, a token attended to by a single row, a pair of a row and a token in longer
+slices, and a token stored before those. See octavo.simulator.cost.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from octavo.simulator.cost import Load, Measured, load_of
 from octavo.types import SamplingParams
 
 MAX_ERROR = 0.5
-"""Steps that took so much more or less than the first fit says, relatively, were disturbed, and are left out."""
+"""Steps that took so much more or less than the fit says, relatively, were disturbed."""
+LEAST_ERROR = 0.01
+"""Errors below it count alike."""
 
 
 class Timed(NamedTuple):
@@ -36,11 +39,11 @@ class Timed(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """`error`: the median relative error of the steps that it was fitted to; `num_left_out`: the others."""
+    """`error`: the median relative error of the steps; `num_disturbed`: those that are far off."""
 
     cost: Measured
     num_steps: int
-    num_left_out: int
+    num_disturbed: int
     error: float
 
 
@@ -93,7 +96,7 @@ def _doubling(start: int, stop: int) -> list[int]:
 
 
 def fit(steps: Sequence[Timed], blank: Measured) -> Fit:
-    """`blank` with what fits the steps best: twice, the second time without those that were disturbed."""
+    """`blank` with what fits the steps best."""
     most = max(step.load.num_rows for step in steps)
     knots = [rows for rows in _doubling(1, most) if any(step.load.num_rows <= rows for step in steps)]
     if knots[-1] < most:
@@ -102,15 +105,15 @@ def fit(steps: Sequence[Timed], blank: Measured) -> Fit:
         knots = [1, 2]
     seconds = np.array([step.seconds for step in steps])
     features = np.array([[*_hats(step.load.num_rows, knots), *step.load[1:]] for step in steps], float)
-    kept = np.ones(len(steps), bool)
-    for _ in range(2):
-        found = _least_squares(features[kept] / seconds[kept, None], np.ones(int(kept.sum())))
-        errors = np.abs(features @ found / seconds - 1)
-        kept = errors < MAX_ERROR
+    relative, weights = features / seconds[:, None], np.ones(len(steps))
+    for _ in range(20):
+        found = _least_squares(relative * weights[:, None], weights)
+        errors = np.abs(relative @ found - 1)
+        weights = np.maximum(errors, LEAST_ERROR) ** -0.5
     lines = tuple(zip(knots, found[: len(knots)].tolist(), strict=True))
     draw_s, seen_s, pair_s, stored_s = found[len(knots) :].tolist()
     cost = replace(blank, knots=lines, draw_s=draw_s, seen_s=seen_s, pair_s=pair_s, stored_s=stored_s)
-    return Fit(cost, int(kept.sum()), int((~kept).sum()), float(np.median(errors[kept])))
+    return Fit(cost, len(steps), int((errors > MAX_ERROR).sum()), float(np.median(errors)))
 
 
 def _hats(rows: int, knots: list[int]) -> list[float]:
@@ -126,5 +129,6 @@ def _least_squares(features: npt.NDArray[np.float64], wanted: npt.NDArray[np.flo
         found[:] = 0
         found[active] = np.linalg.lstsq(features[:, active] / scale[active], wanted, rcond=None)[0]
         if (found >= 0).all():
-            return found / scale
+            found /= scale
+            return found
         active[found.argmin()] = False

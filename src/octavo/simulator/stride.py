@@ -77,7 +77,7 @@ class Stride:
             return False
         if scheduler.num_waiting and not self._nothing_new and self._num_aside < scheduler.max_running:
             return False
-        return len(self._reserves.get(step, ())) <= self._cache.pool.num_available
+        return step not in self._reserves or len(self._reserves[step]) <= self._cache.pool.num_available
 
     def glide(self, now: float) -> None:
         """Make it."""
@@ -126,7 +126,8 @@ class Stride:
             if sequence.table is None:
                 del self._all[sequence]
         for sequence in list(self._scheduler.running):
-            if sequence.num_remaining == 1:
+            # it got a token in this step, and not all it knows was known when it was admitted
+            if sequence.num_remaining == 1 and len(sequence.token_ids) > sequence.num_at_admission:
                 self._set_aside(sequence)
 
     # ── inside ──

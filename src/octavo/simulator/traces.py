@@ -1,7 +1,7 @@
 """Public trace formats, read line by line: when a request comes, which tokens it brings, how many it is answered.
 
-Traces tell lengths, at most which parts of prompts are equal, and never a token. So tokens are made up: runs of numbers
-from a start of their own, so that they are equal where the trace says so and nowhere else.
+Traces tell lengths, at most which parts of prompts are equal, and never a token. So tokens are made up, in runs: one
+number that is the own one of the run, then 1, 2, 3, … Pages are equal only after equal ones, so that tells runs apart.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import random
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -19,10 +20,10 @@ from octavo.errors import InvalidRequest
 
 MAX_TOKENS = 1 << 30
 VOCAB_SIZE = 2 * MAX_TOKENS - 1
-"""No made-up token is above it. Each run of tokens has less than MAX_TOKENS, and there are as many runs."""
+"""No made-up token is above it: a run has less than MAX_TOKENS tokens, and there are as many runs."""
 BLOCK_TOKENS = 512
 """Tokens that a hash of a Mooncake trace stands for."""
-_SPREAD = 0x2545F491  # odd, so that no two of 2^30 numbers get the same start
+_SPREAD = 0x2545F491  # odd, so that no two of 2^30 runs get the same number
 
 
 class Arrival(NamedTuple):
@@ -34,14 +35,22 @@ class Arrival(NamedTuple):
     seed: int
 
 
-def start_of(number: int) -> int:
-    """Where the run of tokens of this number starts."""
-    return number * _SPREAD % MAX_TOKENS
+def own_token(run: int) -> int:
+    """What the run of this number begins with."""
+    return run * _SPREAD % MAX_TOKENS
 
 
-def run_of(start: int, count: int) -> array[int]:
+def tokens_of(run: int, count: int) -> array[int]:
     """The first tokens of a run."""
-    return array("i", range(start, start + count))
+    tokens = _numbers(count.bit_length())[:count]  # a copy of memory
+    if count > 0:
+        tokens[0] = own_token(run)
+    return tokens
+
+
+@cache
+def _numbers(bits: int) -> array[int]:
+    return array("i", range(1 << bits))
 
 
 def read(path: Path, kind: str | None = None, *, chars_per_token: float = 4.0) -> Iterator[Arrival]:
@@ -65,7 +74,7 @@ def read(path: Path, kind: str | None = None, *, chars_per_token: float = 4.0) -
 def arrivals_of(work: Iterable[tuple[Sequence[int], int]]) -> Iterator[Arrival]:
     """Requests of given tokens and lengths of answers, all at once."""
     for number, (prompt, num_output) in enumerate(work):
-        yield Arrival(0.0, array("i", prompt), num_output, start_of(number))
+        yield Arrival(0.0, array("i", prompt), num_output, own_token(number))
 
 
 def kind_of(first: str) -> str:
@@ -106,9 +115,8 @@ def _azure(file: IO[str], chars_per_token: float) -> Iterator[Arrival]:
     for number, row in enumerate(csv.DictReader(file)):
         time = datetime.fromisoformat(row["TIMESTAMP"])
         began = began or time
-        start, num_prompt = start_of(number), max(int(row["ContextTokens"]), 1)
-        at = (time - began).total_seconds()
-        yield Arrival(at, run_of(start, num_prompt), max(int(row["GeneratedTokens"]), 1), start)
+        prompt = tokens_of(number, max(int(row["ContextTokens"]), 1))
+        yield Arrival((time - began).total_seconds(), prompt, max(int(row["GeneratedTokens"]), 1), 0)
 
 
 def _mooncake(file: IO[str], chars_per_token: float) -> Iterator[Arrival]:
@@ -119,16 +127,16 @@ def _mooncake(file: IO[str], chars_per_token: float) -> Iterator[Arrival]:
     for number, line in enumerate(file):
         row = json.loads(line)
         num_prompt, parts = max(row["input_length"], 1), row.get("hash_ids")
-        seed = start_of(2 * number + 1)
+        answer = 2 * number + 1
         if parts is None:
-            prompt = run_of(seed, num_prompt)
+            prompt = tokens_of(answer, num_prompt)
         else:
             prompt = array("i")
             for part in parts:
-                prompt += run_of(start_of(2 * part), min(BLOCK_TOKENS, num_prompt - len(prompt)))
+                prompt += tokens_of(2 * part, min(BLOCK_TOKENS, num_prompt - len(prompt)))
             if len(prompt) < num_prompt:
                 raise InvalidRequest("trace", f"line {number + 1} names {len(parts)} parts for {num_prompt} tokens")
-        yield Arrival(row["timestamp"] / 1000, prompt, max(row["output_length"], 1), seed)
+        yield Arrival(row["timestamp"] / 1000, prompt, max(row["output_length"], 1), own_token(answer))
 
 
 def _sharegpt(file: IO[str], chars_per_token: float) -> Iterator[Arrival]:
@@ -138,12 +146,12 @@ def _sharegpt(file: IO[str], chars_per_token: float) -> Iterator[Arrival]:
     and its answer.
     """
     for number, conversation in enumerate(_objects(file)):
-        start, length = start_of(number), 0
+        length = 0
         for turn in conversation.get("conversations") or conversation.get("messages") or ():
             text = turn["value"] if "value" in turn else turn["content"]
             count = max(round(len(text) / chars_per_token), 1)
             if length and (turn.get("from") or turn.get("role")) in ("gpt", "chatgpt", "bing", "bard", "assistant"):
-                yield Arrival(0.0, run_of(start, length), count, start)
+                yield Arrival(0.0, tokens_of(number, length), count, 0)
             length += count
 
 
