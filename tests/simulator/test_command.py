@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from octavo import cli
 from octavo.errors import ConfigError
-from octavo.simulator.cost import Measured
+from octavo.simulator.cost import Load, Measured, load_of
 from octavo.simulator.simulate import Simulation
 from octavo.simulator.traces import READERS
 from tests.simulator.engines import cost
@@ -97,7 +97,7 @@ def test_calibrate(model_path: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     found = Measured.open(path)
     assert [rows for rows, _ in found.knots] == [1, 2, 4, 8, 16, 32, 64]
-    assert all(seconds > 0 for _, seconds in found.knots)
+    assert found.step_s(Load(1, 1, 10)) > 0 and found.step_s(load_of([(0, 64, 1)])) > found.step_s(Load(1, 1, 10))
     assert found.memory_bytes - found.weight_bytes == (64 << 20) // found.format.page_bytes * found.format.page_bytes
     assert f"{json.loads(path.read_text())['num_steps']} steps" in result.output
     printed = simulate("single", "--requests", "2", "--calibration", str(path))
