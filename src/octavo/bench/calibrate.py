@@ -74,8 +74,9 @@ def grid(llm: LLM, repeats: int) -> Iterator[list[Work]]:
     room = llm.stats()["num_pages"] * llm.config.block_size
 
     def some(count: int, length: int, answer: int) -> list[Work]:
-        prompts = [random_tokens(chance, llm.model.vocab_size, max(min(length, longest), 1)) for _ in range(count)]
-        return [Work(prompt, answer) for prompt in prompts]
+        length = max(min(length, longest), 1)
+        prompts = [random_tokens(chance, llm.model.vocab_size, length) for _ in range(count)]
+        return [Work(prompt, min(answer, llm.max_model_len - length)) for prompt in prompts]
 
     yield some(1, 8, 8)
     for _ in range(repeats):
