@@ -230,8 +230,13 @@ class CacheManager:
     def reserve(self, table: PageTable, start: int, stop: int) -> bool:
         """Make positions start…stop writable: add pages up to `stop`, copy the page of `start` if it is shared."""
         pool, pages = self.pool, table.pages
-        if not table.tail_shared and stop <= len(pages) * self.block_size:
-            return True
+        if not table.tail_shared:
+            room = len(pages) * self.block_size
+            if stop <= room:
+                return True
+            if stop <= room + self.block_size and pool.num_free:  # as nearly always, one page from those free
+                pages.append(self._take())
+                return True
         num_new = self.pages_for(stop) - len(pages)
         at = start // self.block_size
         copy = table.tail_shared and at < len(pages) and pool.refs(pages[at]) > 1
