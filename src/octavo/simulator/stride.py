@@ -87,7 +87,8 @@ class Stride:
                 table, computed = one.sequence.table, one.base + step
                 assert table is not None
                 cache.reserve(table, computed, computed + 1)
-                self._note(one)
+                one.reserves = step + self._size
+                self._reserves.setdefault(one.reserves, []).append(one)
         if step in self._commits:
             cache.tick(now)
             for one in self._due(self._commits):
@@ -95,7 +96,8 @@ class Stride:
                 assert table is not None
                 self._write_out(one)
                 cache.commit(table, one.sequence.token_ids, one.base + step + 1)
-                self._note(one)
+                one.commits = step + self._size
+                self._commits.setdefault(one.commits, []).append(one)
             self._nothing_new = False
         self._scheduler.stats.num_steps += 1
         self._over()
@@ -168,7 +170,8 @@ class Stride:
     def _due(self, steps: Steps) -> list[_Steady]:
         """Those aside to whom it happens now, in the order of service."""
         due = [one for one in steps.pop(self._step, ()) if one.aside and self._all.get(one.sequence) is one]
-        due.sort(key=lambda one: one.sequence.key)
+        if len(due) > 1:
+            due.sort(key=lambda one: one.sequence.key)
         return due
 
     def _write_out(self, one: _Steady) -> None:
