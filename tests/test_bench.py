@@ -15,8 +15,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from octavo.bench import conversations, day
+from octavo.bench.calibrate import Timed, fit
 from octavo.bench.conversations import Day, draw_day
-from octavo.bench.machine import Load, Probe, Run, Shape, Step, probe, standing
+from octavo.bench.machine import Load as StepLoad
+from octavo.bench.machine import Probe, Run, Shape, Step, probe, standing
 from octavo.bench.workloads import WORKLOADS, Work, rates
 from octavo.cli import DayName, WorkloadName, app
 from octavo.config import ModelConfig
@@ -25,7 +27,9 @@ from octavo.models.llama import Decoder
 from octavo.models.weights import open_checkpoint
 from octavo.ops.api import Footprint
 from octavo.ops.cpu import CpuOps
+from octavo.simulator.cost import Load, load_of
 from tests.models import tiny
+from tests.simulator.engines import cost
 
 
 def test_lengths_are_those_stated() -> None:
@@ -79,7 +83,7 @@ SHAPE = Shape(MODEL, Footprint(5000, int8=8000, bf16=1000), Footprint(3000, int8
 
 def test_a_step_must_read_and_multiply_what_its_plan_says() -> None:
     """Rows at positions 0, 1, 2 attend to 1 + 2 + 3 tokens, the row at 9 to 10."""
-    assert SHAPE.load([Run(0, 3, 0)]) == Load(3, 5000 + 3 * 128, 2 * 3 * 8000, 2 * 3 * 1000, 4 * 2 * 4 * 8 * 6)
+    assert SHAPE.load([Run(0, 3, 0)]) == StepLoad(3, 5000 + 3 * 128, 2 * 3 * 8000, 2 * 3 * 1000, 4 * 2 * 4 * 8 * 6)
     both = SHAPE.load([Run(0, 3, 1), Run(9, 1, 1)])
     assert both.num_bytes == 5000 + 3000 + (3 + 10) * 128
     assert both[2:] == (2 * (4 * 8000 + 2 * 3200), 2 * 4 * 1000, 4 * 2 * 4 * 8 * (6 + 10))
@@ -110,6 +114,33 @@ def test_steps_are_set_against_the_probe() -> None:
     assert decode["share"] == pytest.approx(24.4 / 40, abs=1e-3)
     assert found["all"]["num_tokens"] == 2.5
     assert found["all"]["share"] == pytest.approx((72.0 + 24.4) / 142, abs=1e-3)
+
+
+def test_a_fit_finds_what_made_the_times() -> None:
+    """Times made of known costs and a little noise, three of them disturbed."""
+    chance = random.Random(1)
+    true = cost()
+    steps = []
+    for _ in range(400):
+        slices = [(chance.randrange(500), 1, 1) for _ in range(chance.randrange(17))]
+        slices += [(chance.randrange(50), chance.randrange(2, 24), chance.randrange(2)) for _ in range(2)]
+        load = load_of(slices)
+        steps.append(Timed(load, true.step_s(load) * chance.uniform(0.98, 1.02)))
+    for at in (7, 70, 170):
+        steps[at] = steps[at]._replace(seconds=9 * steps[at].seconds)
+    found = fit(steps, true)
+    assert (found.num_steps, found.num_disturbed) == (400, 3) and found.error < 0.012
+    for load, _ in steps:
+        assert found.cost.step_s(load) == pytest.approx(true.step_s(load), rel=0.03)
+    assert found.cost.seen_s == pytest.approx(true.seen_s, rel=0.1)
+
+
+def test_no_cost_is_negative() -> None:
+    """More tokens to attend to take less time here, which nothing explains."""
+    steps = [Timed(Load(rows, rows, 1000 - rows), 0.01 * rows) for rows in (1, 2, 3, 4, 5, 6, 7, 8)]
+    found = fit(steps, cost()).cost
+    assert min(found.draw_s, found.seen_s, found.pair_s, found.stored_s, *(s for _, s in found.knots)) >= 0
+    assert all(found.step_s(load) == pytest.approx(seconds, rel=1e-6) for load, seconds in steps)
 
 
 def test_the_better_of_two_probes_counts() -> None:

@@ -13,7 +13,7 @@ import pytest
 import octavo
 
 SOURCE = Path(octavo.__file__).parent
-CONTROL_PLANE = ["types", "config", "errors", "kv_format", "cache", "scheduler", "planner"]
+CONTROL_PLANE = ["types", "config", "errors", "kv_format", "cache", "scheduler", "planner", "simulator"]
 CONTROL_PLANE += ["engine/core.py", "engine/executor.py", "engine/sizing.py"]
 FORBIDDEN = ("numpy", "torch", "ray", "fastapi", "starlette", "uvicorn", "tokenizers", "jinja2", "octavo._native")
 

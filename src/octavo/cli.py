@@ -13,10 +13,11 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, fields, replace
 from difflib import get_close_matches
 from enum import StrEnum
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     from octavo.client import Delta, RemoteChat
     from octavo.engine.llm import LLM, StreamEvent
     from octavo.planner.known import Shape
+    from octavo.simulator.cost import Cost
+    from octavo.simulator.simulate import Simulation
+    from octavo.simulator.traces import Arrival
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -493,6 +497,135 @@ def _shape(model: str) -> Shape:
     raise ModelError(model, f"is no file or folder and no well-known model{hint}")
 
 
+class TraceKind(StrEnum):
+    """The names in octavo.simulator.traces, for --help."""
+
+    azure = "azure"
+    mooncake = "mooncake"
+    sharegpt = "sharegpt"
+
+
+@app.command(cls=Command)
+@takes(without=("backend", "num_threads", "restore"))
+def simulate(
+    trace: Annotated[str, typer.Argument(metavar="TRACE", help="A trace file, or a workload of octavo bench.")],
+    kind: Annotated[TraceKind | None, typer.Option(help="The trace's format; the default tells by its start.")] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="How many; the default is all.")] = None,
+    rate: Annotated[
+        float | None, typer.Option(min=0, help="Requests a second, at random times; the default is the trace's times.")
+    ] = None,
+    chars_per_token: Annotated[float, typer.Option(min=0.1, help="Where a trace has texts only.")] = 4.0,
+    calibration: Annotated[Path | None, typer.Option(help="What steps take: a file of octavo bench calibrate.")] = None,
+    model: Annotated[str | None, typer.Option(help="Instead, a well-known model; a wrong name lists them.")] = None,
+    gpu: Annotated[str, typer.Option(help="On this GPU, by its data sheet; a wrong name lists them.")] = "h100",
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs that each layer is split over.")] = 1,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    chrome_trace: Annotated[
+        Path | None, typer.Option(help="Write steps and requests for chrome://tracing to this file.")
+    ] = None,
+    *,
+    engine: EngineConfig,
+) -> None:
+    """Serve a trace on a clock that jumps: the scheduler and the page cache are the real ones, steps are only priced.
+
+    What a step takes is measured (--calibration) or follows from a GPU's data sheet (--model, --gpu). Ctrl-C ends early
+    and prints the figures so far. docs/simulator.md tells how near that comes.
+    """
+    from octavo.simulator import simulate as simulator
+
+    cost = _cost(calibration, model, gpu, tensor_parallel_size, engine)
+    core = simulator.engine(engine, cost)
+    arrivals = islice(_arrivals(trace, kind, requests, rate, chars_per_token, engine.seed), requests)
+    whole = True
+    with simulator.chrome_trace(chrome_trace) as chrome, _counting(requests) as shown:
+        simulation = simulator.Simulation(core, arrivals, chrome)
+        try:
+            simulation.run(shown)
+        except KeyboardInterrupt:
+            whole = False
+    figures = simulation.report()
+    if json_file is not None:
+        json_file.write_text(json.dumps({"trace": trace, "whole": whole, "engine": asdict(engine), **figures}) + "\n")
+    for name, value in _simulated(figures):
+        screen.print(f"{name:<12} {value}")
+    if not whole:
+        aside.print("interrupted: these are the figures so far", style="red")
+        raise typer.Exit(130)
+
+
+def _cost(calibration: Path | None, model: str | None, gpu: str, count: int, config: EngineConfig) -> Cost:
+    from octavo.kv_format import ALIASES
+    from octavo.simulator.cost import GPUS, MODELS, Measured, Sheet
+
+    if (calibration is None) == (model is None):
+        raise ConfigError("model", "name either a well-known model, or a --calibration file")
+    if calibration is not None:
+        return Measured.open(calibration).at(config.kv_cache_dtype, config.block_size)
+    for option, name, known in (("model", model, MODELS), ("gpu", gpu, GPUS)):
+        if name not in known:
+            raise ConfigError(option, f"{name!r} is not known: there are {', '.join(known)}")
+    dtype = ALIASES.get(config.kv_cache_dtype, config.kv_cache_dtype)
+    return Sheet(MODELS[str(model)], GPUS[gpu], count, dtype, config.block_size)
+
+
+def _arrivals(
+    trace: str, kind: TraceKind | None, requests: int | None, rate: float | None, chars_per_token: float, seed: int
+) -> Iterator[Arrival]:
+    from octavo.bench.workloads import WORKLOADS
+    from octavo.simulator.traces import arrivals_of, paced, read
+
+    if trace in WORKLOADS and not Path(trace).exists():
+        _, work = WORKLOADS[trace].draw(requests, 49_152, seed)
+        arrivals = arrivals_of(work)
+    else:
+        arrivals = read(Path(trace), kind and kind.value, chars_per_token=chars_per_token)
+    return arrivals if rate is None else paced(arrivals, rate, seed)
+
+
+@contextmanager
+def _counting(total: int | None) -> Iterator[Callable[[Simulation], None] | None]:
+    """A progress bar for a simulation."""
+    if not aside.is_terminal:
+        yield None
+        return
+    with Progress(TextColumn("{task.description}"), BarColumn(), console=aside, transient=True) as bar:
+        task = bar.add_task("", total=total)
+
+        def show(simulation: Simulation) -> None:
+            count = simulation.figures.num_finished
+            bar.update(task, completed=count, description=f"{count:,} requests, {simulation.now:,.0f} s")
+
+        yield show
+
+
+def _simulated(of: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Lines about a simulation."""
+
+    def spread(name: str, factor: float, unit: str) -> str:
+        times = of[name]
+        if times is None:
+            return "–"
+        return ", ".join(f"{key} {factor * times[key]:,.1f} {unit}" for key in ("p50", "p90", "p99"))
+
+    refused = f"; {of['refused']:,} were refused as too long" if of["refused"] else ""
+    yield "requests", f"{of['finished']:,} of {of['requests']:,}, {of['requests_per_s']:.2f} a second{refused}"
+    yield "time", f"{of['seconds']:,.1f} s in {of['wall_s']:.1f} s: {of['times_real_time']:,.0f} times real time"
+    yield "output", f"{of['output_tokens_per_s']:,.1f} tokens/s ({of['output_tokens']:,} tokens)"
+    yield "total", f"{of['total_tokens_per_s']:,.1f} tokens/s, prompts included"
+    yield "queue", spread("queue_s", 1e3, "ms")
+    yield "first token", spread("first_token_s", 1e3, "ms")
+    yield "inter-token", spread("inter_token_s", 1e3, "ms")
+    yield "request", spread("request_s", 1, "s")
+    yield "steps", f"{of['num_steps']:,}, {1e3 * of['seconds'] / max(of['num_steps'], 1):.1f} ms apart on average"
+    yield "cache", f"{100 * of['hit_rate']:.1f} % of the prompts' tokens were found in it"
+    peak = of["peak_pages"] / of["num_pages"]
+    use = f"{100 * of['kv_use']:.1f} % held on average, {100 * peak:.1f} % at most"
+    yield "pages", f"{of['num_pages']:,}; {use}; {100 * of['kv_waste']:.1f} % of held memory empty"
+    yield "preemptions", f"{of['num_preemptions']:,}; {of['resumed_tokens']:,} tokens found again"
+    if of["moves"]:
+        yield "moves", ", ".join(f"{name} {count:,}" for name, count in of["moves"].items())
+
+
 bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure this engine on this machine.")
 app.add_typer(bench, name="bench")
 
@@ -752,6 +885,33 @@ def _numbers(name: str, text: str) -> list[int]:
         return [int(number) for number in text.split(",") if number]
     except ValueError:
         raise InvalidRequest(name, f"must be whole numbers with commas between them, got {text!r}") from None
+
+
+@bench.command()
+@takes(max_num_seqs=32)
+def calibrate(
+    model: Model,
+    json_file: Annotated[Path, typer.Option("--json", help="Write what was found to this file.")] = Path(
+        "calibration.json"
+    ),
+    repeats: Annotated[int, typer.Option(min=1, help="How often each size is timed.")] = 2,
+    *,
+    engine: EngineConfig,
+) -> None:
+    """Time the engine's steps over a small grid of prompts and answers, and write what `octavo simulate` needs.
+
+    Do it with the machine to itself, and with the --max-num-seqs and --max-num-batched-tokens that are to be simulated:
+    beyond what was timed the figures are extrapolated.
+    """
+    from octavo.bench.calibrate import calibrate as measure
+    from octavo.bench.machine import machine
+
+    about = {"machine": machine(), "engine": asdict(engine)}
+    path = _fetch(model)
+    with aside.status("Timing steps"):
+        fit = measure(path, model, engine, repeats)
+    fit.cost.save(json_file, **about, num_steps=fit.num_steps, num_disturbed=fit.num_disturbed, error=fit.error)
+    screen.print(f"{fit.num_steps} steps, half of them within {100 * fit.error:.1f} % of the fit; {json_file}")
 
 
 def _standing(probe: dict[str, Any], standing: dict[str, Any]) -> Iterator[tuple[str, str]]:

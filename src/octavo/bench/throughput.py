@@ -29,7 +29,7 @@ def measure(path: Path, config: EngineConfig, workload: Workload, num_requests: 
     llm, watch, shape = watched(path, config)
     with llm:
         before = probe(config.num_threads)
-        figures, start = _run(llm, workload, num_requests, config.seed)
+        figures, start = run_work(llm, workload, num_requests, config.seed)
         allowed = before.best(probe(config.num_threads))
     return {
         **figures,
@@ -46,7 +46,7 @@ def watched(path: Path, config: EngineConfig) -> tuple[LLM, Watch, Shape]:
     return llm, watch, Shape(engine.model, *engine.decoder.footprints, engine.format.token_bytes)
 
 
-def _run(llm: LLM, workload: Workload, num_requests: int | None, seed: int) -> tuple[dict[str, Any], float]:
+def run_work(llm: LLM, workload: Workload, num_requests: int | None, seed: int) -> tuple[dict[str, Any], float]:
     """The figures, and when the run began after the warm-up."""
     warm_up, work = workload.draw(num_requests, llm.model.vocab_size, seed)
     llm.generate([one.prompt for one in warm_up], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))

@@ -240,8 +240,13 @@ class CacheManager:
     def reserve(self, table: PageTable, start: int, stop: int) -> bool:
         """Make positions start…stop writable: add pages up to `stop`, copy the page of `start` if it is shared."""
         pool, pages = self.pool, table.pages
-        if not table.tail_shared and stop <= len(pages) * self.block_size:
-            return True
+        if not table.tail_shared:
+            room = len(pages) * self.block_size
+            if stop <= room:
+                return True
+            if stop <= room + self.block_size and pool.num_free:  # as nearly always, one page from those free
+                pages.append(self._take())
+                return True
         num_new = self.pages_for(stop) - len(pages)
         at = start // self.block_size
         copy = table.tail_shared and at < len(pages) and pool.refs(pages[at]) > 1
@@ -305,8 +310,7 @@ class CacheManager:
             table.load.table = None
         if session is not None and table.load is None:
             self.sessions.follow(session, table.node)
-        for page in reversed(table.pages):
-            self._release(page)
+        self.tiers.release_pages(reversed(table.pages))
         del self.tables[table]
         del table.pages[:]
 
@@ -324,6 +328,9 @@ class CacheManager:
         return table
 
     def _grow(self, table: PageTable, num_pages: int) -> None:
+        free = self.pool.take_free(num_pages - len(table.pages))
+        table.pages.extend(free)
+        self._taken(len(free))
         for _ in range(num_pages - len(table.pages)):
             table.pages.append(self._take())
 
@@ -331,9 +338,12 @@ class CacheManager:
         if self.pool.num_free == 0:
             self._evict()
         page = self.pool.take()
-        self.stats.pages_allocated += 1
-        self.stats.peak_pages = max(self.stats.peak_pages, self.pool.num_referenced)
+        self._taken(1)
         return page
+
+    def _taken(self, num_pages: int) -> None:
+        self.stats.pages_allocated += num_pages
+        self.stats.peak_pages = max(self.stats.peak_pages, self.pool.num_referenced)
 
     def _evict(self) -> None:
         self.tiers.evict(Tier.DEVICE)

@@ -75,6 +75,19 @@ class PagePool:
         self._refs[page] = 1
         return page
 
+    def take_free(self, count: int) -> list[int]:
+        """So many free pages, or all that there are, each now referenced once; as `take` gives them one by one."""
+        if count <= 0:
+            return []
+        pages = self._free[-count:]
+        del self._free[-count:]
+        pages.reverse()
+        first, self._num_used = self._num_used, min(self._num_used + count - len(pages), self.num_pages)
+        pages += range(first, self._num_used)
+        for page in pages:
+            self._refs[page] = 1
+        return pages
+
     def take_these(self, pages: Collection[int]) -> None:
         """Reference these pages of a pool that is as new, once each."""
         taken = set(pages)

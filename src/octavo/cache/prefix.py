@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Tokens = tuple[int, ...]
 NOWHERE = -1
+TIERS = tuple(Tier)  # an enumeration is slow to go through
 
 
 class Node:
@@ -73,7 +74,7 @@ class Node:
 
     def all_places(self) -> list[Place]:
         """Where it lies, the nearest first."""
-        return [Place(tier, page) for tier, page in zip(Tier, self.places, strict=True) if page != NOWHERE]
+        return [Place(tier, page) for tier, page in zip(TIERS, self.places, strict=True) if page != NOWHERE]
 
     def path(self) -> Iterator[Node]:
         """The node and its ancestors, nearest first, without the root."""
@@ -120,6 +121,10 @@ class PrefixIndex:
     def find(self, place: Place) -> Node | None:
         """The node of a page, if the page is findable."""
         return self._by_page[place.tier].get(place.page)
+
+    def page_nodes(self, tier: Tier) -> Mapping[int, Node]:
+        """The nodes of a tier's findable pages."""
+        return self._by_page[tier]
 
     def pages(self, tier: Tier = Tier.DEVICE) -> list[int]:
         return list(self._by_page[tier])

@@ -165,6 +165,15 @@ class Tiers:
             if len(idle) > self._quota:
                 self.over_quota[node.owner] = None
 
+    def release_pages(self, pages: Iterable[int]) -> None:
+        """One holder less of each of these pages of the device tier, in this order."""
+        find, release = self.index.page_nodes(Tier.DEVICE).get, self.pools[Tier.DEVICE].release
+        for page in pages:
+            if find(page) is None:
+                release(page, findable=False)
+            else:
+                self.release(Place(Tier.DEVICE, page))
+
     def acquire(self, place: Place) -> None:
         """One more holder of a findable page, or of one that is held."""
         self._not_idle(place)
@@ -277,6 +286,7 @@ class Tiers:
         for tier in (Tier.HOST, Tier.DISK):
             if (
                 tier <= source.tier
+                or not self.pools[tier].num_pages
                 or node.places[tier] != NOWHERE
                 or not self.costs.worth_keeping(tier, self._block_size)
             ):
@@ -433,7 +443,7 @@ class Tiers:
 
 
 def _elsewhere(node: Node, tier: Tier) -> bool:
-    return any(page != NOWHERE for at, page in enumerate(node.places) if at != tier)
+    return len(node.places) - node.places.count(NOWHERE) > (node.places[tier] != NOWHERE)
 
 
 def _moving_to(node: Node, tier: Tier) -> bool:

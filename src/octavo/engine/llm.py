@@ -289,6 +289,11 @@ class LLM:
         return self._engine.model
 
     @property
+    def format(self) -> KVFormat:
+        """What a page is."""
+        return self._engine.format
+
+    @property
     def max_model_len(self) -> int:
         """The longest prompt and answer together, in tokens."""
         return self._engine.max_model_len

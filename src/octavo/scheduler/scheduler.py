@@ -67,6 +67,7 @@ class Scheduler:
         self._grows = max_model_len - 1 > cache.block_size  # no page follows one that holds any sequence
         self._groups: dict[str, Group] = {}
         self._running: dict[int, Sequence] = {}
+        self._aside: dict[int, Sequence] = {}
         self._parked: dict[int, Sequence] = {}
         self._loading: dict[int, Sequence] = {}
         self._waiting: list[tuple[tuple[int, int, int, int], Sequence]] = []  # a heap; finished entries are skipped
@@ -81,7 +82,16 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running) + len(self._parked) + len(self._loading)
+        return len(self._running) + len(self._aside) + len(self._parked) + len(self._loading)
+
+    @property
+    def max_running(self) -> int:
+        return self._max_running
+
+    @property
+    def running(self) -> abc.Collection[Sequence]:
+        """Those that the next step computes, unless it must do without them, and that are not set aside."""
+        return self._running.values()
 
     @property
     def has_work(self) -> bool:
@@ -132,6 +142,18 @@ class Scheduler:
         for request_id in list(self._groups):
             self.abort(request_id)
 
+    def set_aside(self, sequence: Sequence) -> None:
+        """Leave a running sequence out of the plans to come, though it counts as running in them.
+
+        For a simulator, while all that a sequence needs is a token a step: the caller then sees to its tokens, its
+        pages and the stats, and has it back before it ends, or anybody lacks a page.
+        """
+        self._aside[sequence.seq_id] = self._running.pop(sequence.seq_id)
+
+    def call_back(self, sequence: Sequence) -> None:
+        """The next plan has it again."""
+        self._running[sequence.seq_id] = self._aside.pop(sequence.seq_id)
+
     # ── a step ──
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
@@ -145,7 +167,7 @@ class Scheduler:
         in_order = sorted(self._running.values(), key=attrgetter("key"))
         # reserving may preempt sequences further on in the list, which are then no longer running
         chosen = [(seq, 1) for seq in in_order if seq.phase is Phase.RUNNING and self._reserve_next(seq)]
-        budget = self._max_num_batched_tokens - len(chosen)
+        budget = self._max_num_batched_tokens - len(chosen) - len(self._aside)
         prefilling: list[Sequence] = []
         if len(chosen) < len(self._running):
             prefilling = [seq for seq in self._running.values() if seq.num_remaining > 1]
@@ -154,7 +176,7 @@ class Scheduler:
         chosen += [(seq, share) for seq, share in zip(prefilling, shares, strict=True) if share]
         self._planned = [sequence for sequence, _ in chosen]
         page_ops = self.cache.take_page_ops()
-        if not chosen and not self.cache.busy and not page_ops:
+        if not chosen and not self._aside and not self.cache.busy and not page_ops:
             return None
         self.stats.num_steps += 1
         slices = [self._slice(sequence, count) for sequence, count in chosen]
@@ -263,13 +285,13 @@ class Scheduler:
             admission = self.cache.admit(
                 sequence.token_ids,
                 group.request.identity,
-                spare=len(self._running) if self._grows else 0,
+                spare=len(self._running) + len(self._aside) if self._grows else 0,
                 use_cache=not group.scores_prompt,
                 resumed=group.num_cached_tokens is not None,
                 owner=group.request.tenant,
                 session=group.session,
             )
-            if admission is not None or self._running or self._loading:
+            if admission is not None or self._running or self._aside or self._loading:
                 break
             if self._parked:
                 self._preempt(max(self._parked.values(), key=attrgetter("key")))
@@ -331,6 +353,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self._running.pop(sequence.seq_id, None)
+        self._aside.pop(sequence.seq_id, None)
         self._parked.pop(sequence.seq_id, None)
         self._loading.pop(sequence.seq_id, None)
         if sequence.table is not None:
@@ -458,7 +481,7 @@ class Scheduler:
     @property
     def _has_place(self) -> bool:
         """Whether one more may run. Those whose pages are on their way will."""
-        return len(self._running) + len(self._loading) < self._max_running
+        return len(self._running) + len(self._aside) + len(self._loading) < self._max_running
 
     def _run(self, sequence: Sequence) -> None:
         sequence.phase = Phase.RUNNING

@@ -1,0 +1,1 @@
+"""The simulator: the very scheduler and cache, priced plans, a virtual clock."""

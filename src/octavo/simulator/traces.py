@@ -1,0 +1,180 @@
+"""Public trace formats, read line by line: when a request comes, which tokens it brings, how many it is answered.
+
+Traces tell lengths, at most which parts of prompts are equal, and never a token. So tokens are made up, in runs: one
+number that is the own one of the run, then 1, 2, 3, … Pages are equal only after equal ones, so that tells runs apart.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from octavo.errors import InvalidRequest
+
+MAX_TOKENS = 1 << 30
+VOCAB_SIZE = 2 * MAX_TOKENS - 1
+"""No made-up token is above it: a run has less than MAX_TOKENS tokens, and there are as many runs."""
+BLOCK_TOKENS = 512
+"""Tokens that a hash of a Mooncake trace stands for."""
+_SPREAD = 0x2545F491  # odd, so that no two of 2^30 runs get the same number
+
+
+class Arrival(NamedTuple):
+    """A request: when it comes, in seconds from the first; its prompt; the tokens of its answer, `seed` + position."""
+
+    at: float
+    prompt: array[int]
+    num_output: int
+    seed: int
+
+
+def own_token(run: int) -> int:
+    """What the run of this number begins with."""
+    return run * _SPREAD % MAX_TOKENS
+
+
+def tokens_of(run: int, count: int) -> array[int]:
+    """The first tokens of a run."""
+    tokens = _numbers(count.bit_length())[:count]  # a copy of memory
+    if count > 0:
+        tokens[0] = own_token(run)
+    return tokens
+
+
+@cache
+def _numbers(bits: int) -> array[int]:
+    return array("i", range(1 << bits))
+
+
+def read(path: Path, kind: str | None = None, *, chars_per_token: float = 4.0) -> Iterator[Arrival]:
+    """The requests of a trace file, in order of time; `kind` is one of READERS, None tells it by the first line.
+
+    Where there are only texts, a token has so many characters. Raises InvalidRequest("trace").
+    """
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            first = file.read(4096)
+            file.seek(0)
+            yield from _in_order(READERS[kind or kind_of(first)](file, chars_per_token))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest("trace", f"{path} cannot be read: {error}") from error
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        if isinstance(error, InvalidRequest):
+            raise
+        raise InvalidRequest("trace", f"{path} is not a trace of this kind: {type(error).__name__}: {error}") from error
+
+
+def arrivals_of(work: Iterable[tuple[Sequence[int], int]]) -> Iterator[Arrival]:
+    """Requests of given tokens and lengths of answers, all at once."""
+    for number, (prompt, num_output) in enumerate(work):
+        yield Arrival(0.0, array("i", prompt), num_output, own_token(number))
+
+
+def kind_of(first: str) -> str:
+    """The kind of a trace, by its beginning."""
+    line = first.lstrip().partition("\n")[0]
+    if "ContextTokens" in line:
+        return "azure"
+    if '"hash_ids"' in line or '"input_length"' in line:
+        return "mooncake"
+    if '"conversations"' in first or '"messages"' in first:
+        return "sharegpt"
+    raise InvalidRequest("trace", f"{line[:60]!r} begins no trace that is known: name its --kind")
+
+
+def paced(arrivals: Iterable[Arrival], rate: float, seed: int) -> Iterator[Arrival]:
+    """The same requests as independent people send them: `rate` a second on average; 0 is all at once."""
+    chance, now = random.Random(seed), 0.0
+    for arrival in arrivals:
+        yield arrival._replace(at=now)
+        now += chance.expovariate(rate) if rate else 0.0
+
+
+def _in_order(arrivals: Iterable[Arrival]) -> Iterator[Arrival]:
+    before = 0.0
+    for number, arrival in enumerate(arrivals, 1):
+        if arrival.at < before:
+            raise InvalidRequest("trace", f"request {number} comes {before - arrival.at:g} s before the one above it")
+        before = arrival.at
+        yield arrival
+
+
+# ── formats ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _azure(file: IO[str], chars_per_token: float) -> Iterator[Arrival]:
+    """TIMESTAMP,ContextTokens,GeneratedTokens: no two prompts have anything in common."""
+    began: datetime | None = None
+    for number, row in enumerate(csv.DictReader(file)):
+        time = datetime.fromisoformat(row["TIMESTAMP"])
+        began = began or time
+        prompt = tokens_of(number, max(int(row["ContextTokens"]), 1))
+        yield Arrival((time - began).total_seconds(), prompt, max(int(row["GeneratedTokens"]), 1), 0)
+
+
+def _mooncake(file: IO[str], chars_per_token: float) -> Iterator[Arrival]:
+    """A JSON object a line. `hash_ids` name the prompt's parts of 512 tokens: equal ids are equal tokens.
+
+    The numbers of answers' runs are odd, those of parts even.
+    """
+    for number, line in enumerate(file):
+        row = json.loads(line)
+        num_prompt, parts = max(row["input_length"], 1), row.get("hash_ids")
+        answer = 2 * number + 1
+        if parts is None:
+            prompt = tokens_of(answer, num_prompt)
+        else:
+            prompt = array("i")
+            for part in parts:
+                prompt += tokens_of(2 * part, min(BLOCK_TOKENS, num_prompt - len(prompt)))
+            if len(prompt) < num_prompt:
+                raise InvalidRequest("trace", f"line {number + 1} names {len(parts)} parts for {num_prompt} tokens")
+        yield Arrival(row["timestamp"] / 1000, prompt, max(row["output_length"], 1), own_token(answer))
+
+
+def _sharegpt(file: IO[str], chars_per_token: float) -> Iterator[Arrival]:
+    """Conversations, in a JSON list or one a line; each of the model's turns is a request for it after all before.
+
+    There are no times: all come at once. A conversation is one run of tokens, so that a turn begins with the one before
+    and its answer.
+    """
+    for number, conversation in enumerate(_objects(file)):
+        length = 0
+        for turn in conversation.get("conversations") or conversation.get("messages") or ():
+            text = turn["value"] if "value" in turn else turn["content"]
+            count = max(round(len(text) / chars_per_token), 1)
+            if length and (turn.get("from") or turn.get("role")) in ("gpt", "chatgpt", "bing", "bard", "assistant"):
+                yield Arrival(0.0, tokens_of(number, length), count, 0)
+            length += count
+
+
+def _objects(file: IO[str]) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON list, or those that follow each other, without reading all of the file at once."""
+    decode, text = json.JSONDecoder().raw_decode, ""
+    while more := file.read(1 << 20):
+        text += more
+        at = 0
+        while True:
+            at += len(text[at : at + 64]) - len(text[at : at + 64].lstrip("[, \r\n\t"))
+            try:
+                value, at = decode(text, at)
+            except json.JSONDecodeError:
+                break
+            yield value
+        text = text[at:]
+    if text.strip(", \r\n\t]"):
+        raise ValueError(f"{text[:40]!r} is not JSON")
+
+
+READERS: dict[str, Callable[[IO[str], float], Iterator[Arrival]]] = {
+    "azure": _azure,
+    "mooncake": _mooncake,
+    "sharegpt": _sharegpt,
+}

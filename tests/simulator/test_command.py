@@ -1,0 +1,104 @@
+"""`octavo simulate` and `octavo bench calibrate` as a person meets them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from octavo import cli
+from octavo.errors import ConfigError
+from octavo.simulator.cost import Load, Measured, load_of
+from octavo.simulator.simulate import Simulation
+from octavo.simulator.traces import READERS
+from tests.simulator.engines import cost
+from tests.simulator.test_traces import AZURE, MOONCAKE
+
+GPUS = ["--model", "llama-3.1-70b", "--gpu", "h100", "--tensor-parallel-size", "4"]
+
+
+def simulate(*arguments: str) -> str:
+    result = CliRunner().invoke(cli.app, ["simulate", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_names_are_those_of_the_command_line() -> None:
+    assert [kind.value for kind in cli.TraceKind] == list(READERS)
+
+
+def test_figures_are_printed_and_written(tmp_path: Path) -> None:
+    (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, MOONCAKE)))
+    files = ["--json", str(tmp_path / "figures.json"), "--chrome-trace", str(tmp_path / "chrome.json")]
+    printed = simulate(str(tmp_path / "trace.jsonl"), *GPUS, *files)
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["whole"] and figures["finished"] == 3
+    assert figures["hit_tokens"] == 1024 and figures["hit_rate"] == 1024 / 2150
+    assert "3 of 3" in printed and f"{100 * figures['hit_rate']:.1f} % of the prompts' tokens" in printed
+    assert figures["num_pages"] == (4 * 80 * (1 << 30) * 9 // 10 - 2 * 70_552_387_584) // (16 * 327_680)
+    assert json.loads((tmp_path / "chrome.json").read_text())
+
+
+def test_a_workload_at_a_rate(tmp_path: Path) -> None:
+    printed = simulate("mixed", "--requests", "20", "--rate", "2", *GPUS)
+    assert "20 of 20" in printed
+
+
+def test_a_calibration_says_what_steps_take(tmp_path: Path) -> None:
+    cost(16).save(tmp_path / "costs.json")
+    (tmp_path / "trace.csv").write_text(AZURE)
+    options = ["--calibration", str(tmp_path / "costs.json"), "--json", str(tmp_path / "figures.json")]
+    simulate(str(tmp_path / "trace.csv"), *options, "--max-num-batched-tokens", "64")
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["num_pages"] == ((1 << 20) - 1000) // 256
+    assert figures["computed_tokens"] == 374 + 396 + 1 + 43 + 108
+
+
+def test_an_interruption_leaves_the_figures_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = iter(range(100))
+
+    def step(self: Simulation) -> bool:
+        if next(steps) == 50:
+            raise KeyboardInterrupt
+        return whole(self)
+
+    whole = Simulation.step
+    monkeypatch.setattr(Simulation, "step", step)
+    files = ["--json", str(tmp_path / "figures.json"), "--chrome-trace", str(tmp_path / "chrome.json")]
+    result = CliRunner().invoke(cli.app, ["simulate", "uniform", *GPUS, *files])
+    assert result.exit_code == 130
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert not figures["whole"] and figures["num_steps"] == 50
+    assert json.loads((tmp_path / "chrome.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "model: name either a well-known model, or a --calibration file"),
+        (["--model", "llama-9"], "model: 'llama-9' is not known: there are llama-3.1-8b, "),
+        (["--model", "llama-3.1-8b", "--gpu", "h1000"], "gpu: 'h1000' is not known: there are a100-80gb, "),
+        (["--model", "llama-3.1-70b"], "kv_cache_memory_bytes: one page takes 5,242,880 bytes and 0 are given"),
+        (["--calibration", "nowhere.json"], "calibration: nowhere.json is no file of octavo bench calibrate"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(options: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CliRunner().invoke(cli.app, ["simulate", "mixed", *options], catch_exceptions=False)
+
+
+def test_calibrate(model_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    options = ["--json", str(path), "--repeats", "1", "--max-num-seqs", "2", "--max-num-batched-tokens", "64"]
+    options += ["--max-model-len", "128", "--kv-cache-memory-bytes", "64MiB"]
+    result = CliRunner().invoke(cli.app, ["bench", "calibrate", str(model_path), *options])
+    assert result.exit_code == 0, result.output
+    found = Measured.open(path)
+    assert [rows for rows, _ in found.knots] == [1, 2, 4, 8, 16, 32, 64]
+    assert found.step_s(Load(1, 1, 10)) > 0 and found.step_s(load_of([(0, 64, 1)])) > found.step_s(Load(1, 1, 10))
+    assert found.memory_bytes - found.weight_bytes == (64 << 20) // found.format.page_bytes * found.format.page_bytes
+    assert f"{json.loads(path.read_text())['num_steps']} steps" in result.output
+    printed = simulate("single", "--requests", "2", "--calibration", str(path))
+    assert "2 of 2" in printed
