@@ -182,7 +182,8 @@ class ReferenceOps:
             largest = np.float64(row.max())
             scores.log_totals[i] = largest + np.log(np.exp(row - largest).sum())
             scores.ranks[i] = 1 + np.count_nonzero(row > row[token])
-            scores.tops[i, :count] = likely_first(row)[:count]
+            if count:
+                scores.tops[i, :count] = likely_first(row)[:count]
         return scores
 
 
