@@ -459,57 +459,6 @@ def throughput(
         screen.print(f"{name:<12} {value}")
 
 
-@bench.command()
-@takes(seed=1, without=("kv_cache_dtype",))
-def quality(
-    model: Model,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(help="Score this text; may be given again. The default is what the model says by itself."),
-    ] = None,
-    dtypes: Annotated[str, typer.Option(help="Formats to compare with bf16.")] = "fp32,int8,fp8_e4m3,fp8_e5m2,int4",
-    lengths: Annotated[str, typer.Option(help="Contexts in which facts are looked for.")] = "512,1024,2048,4096,8192",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
-    *,
-    engine: EngineConfig,
-) -> None:
-    """Compare the formats of keys and values with bf16: perplexity, agreement, facts found in long contexts.
-
-    Perplexity and agreement are of the same tokens, put to the model in windows of 1,024; fp32 shows how much a change
-    far below the others' makes. Eight facts are told all over a context of other text and asked for at its end;
-    those that are answered without a wrong token count as found.
-    """
-    from octavo.bench.machine import machine
-    from octavo.bench.quality import measure, num_steps
-
-    texts = [_text(path) for path in text or []]
-    names, sizes = dtypes.split(","), _numbers("lengths", lengths)
-    path = _fetch(model)
-    columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}")]
-    with Progress(*columns, console=aside, transient=True, disable=not aside.is_terminal) as bar:
-        task = bar.add_task("Loading", total=num_steps(path, texts, names, sizes))
-        found = measure(path, engine, texts, names, sizes, lambda about: bar.update(task, description=about, advance=1))
-    figures = {"machine": machine(), "model": model, "engine": asdict(engine), **found}
-    if json_file is not None:
-        json_file.write_text(json.dumps(figures, indent=1) + "\n")
-    screen.print(f"{figures['num_tokens']:,} tokens" + (" of the model's own" if figures["own_text"] else ""))
-    screen.print(f"{'':<10} {'bytes':>7} {'perplexity':>22} {'top-1':>7} {'drift':>7}  facts found")
-    for name, of in figures["dtypes"].items():
-        rise = f"{of['perplexity']:.3f} {of['perplexity_percent']:+.2f} ± {of['perplexity_error_percent']:.2f} %"
-        facts = ", ".join(f"{count} in {length:,}" for length, count in of["found"].items())
-        same = f"{of['top1_percent']:>5.1f} % {of['drift']:>7.4f}"
-        screen.print(f"{name:<10} {of['token_bytes']:>7,.0f} {rise:>22} {same}  {facts}")
-        if "verdict" in of:
-            screen.print(f"{'':<10} {of['verdict']} ({of['bound_percent']} %)")
-
-
-def _numbers(name: str, text: str) -> list[int]:
-    try:
-        return [int(number) for number in text.split(",") if number]
-    except ValueError:
-        raise InvalidRequest(name, f"must be whole numbers with commas between them, got {text!r}") from None
-
-
 class DayName(StrEnum):
     """The names in octavo.bench.day, for --help."""
 
@@ -597,6 +546,57 @@ def day(
     if found and days.can_plot():
         days.draw(found, plot)
     raise typer.Exit(0 if whole else 130)
+
+
+@bench.command()
+@takes(seed=1, without=("kv_cache_dtype",))
+def quality(
+    model: Model,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="Score this text; may be given again. The default is what the model says by itself."),
+    ] = None,
+    dtypes: Annotated[str, typer.Option(help="Formats to compare with bf16.")] = "fp32,int8,fp8_e4m3,fp8_e5m2,int4",
+    lengths: Annotated[str, typer.Option(help="Contexts in which facts are looked for.")] = "512,1024,2048,4096,8192",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    *,
+    engine: EngineConfig,
+) -> None:
+    """Compare the formats of keys and values with bf16: perplexity, agreement, facts found in long contexts.
+
+    Perplexity and agreement are of the same tokens, put to the model in windows of 1,024; fp32 shows how much a change
+    far below the others' makes. Eight facts are told all over a context of other text and asked for at its end;
+    those that are answered without a wrong token count as found.
+    """
+    from octavo.bench.machine import machine
+    from octavo.bench.quality import measure, num_steps
+
+    texts = [_text(path) for path in text or []]
+    names, sizes = dtypes.split(","), _numbers("lengths", lengths)
+    path = _fetch(model)
+    columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}")]
+    with Progress(*columns, console=aside, transient=True, disable=not aside.is_terminal) as bar:
+        task = bar.add_task("Loading", total=num_steps(path, texts, names, sizes))
+        found = measure(path, engine, texts, names, sizes, lambda about: bar.update(task, description=about, advance=1))
+    figures = {"machine": machine(), "model": model, "engine": asdict(engine), **found}
+    if json_file is not None:
+        json_file.write_text(json.dumps(figures, indent=1) + "\n")
+    screen.print(f"{figures['num_tokens']:,} tokens" + (" of the model's own" if figures["own_text"] else ""))
+    screen.print(f"{'':<10} {'bytes':>7} {'perplexity':>22} {'top-1':>7} {'drift':>7}  facts found")
+    for name, of in figures["dtypes"].items():
+        rise = f"{of['perplexity']:.3f} {of['perplexity_percent']:+.2f} ± {of['perplexity_error_percent']:.2f} %"
+        facts = ", ".join(f"{count} in {length:,}" for length, count in of["found"].items())
+        same = f"{of['top1_percent']:>5.1f} % {of['drift']:>7.4f}"
+        screen.print(f"{name:<10} {of['token_bytes']:>7,.0f} {rise:>22} {same}  {facts}")
+        if "verdict" in of:
+            screen.print(f"{'':<10} {of['verdict']} ({of['bound_percent']} %)")
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",") if number]
+    except ValueError:
+        raise InvalidRequest(name, f"must be whole numbers with commas between them, got {text!r}") from None
 
 
 def _standing(probe: dict[str, Any], standing: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -81,6 +81,7 @@ class EngineConfig:
     num_threads: int | None = None
     kv_cache_dtype: str = "auto"
     backend: str = "auto"
+    kv_cache_dtype_skip_layers: tuple[int, ...] = ()
     swap_space: float = 0.0
     kv_offload_dir: str | None = None
     kv_offload_space: float = 16.0
@@ -89,7 +90,6 @@ class EngineConfig:
     session_ttl: float = 1800.0
     max_pinned_fraction: float = 0.25
     kv_quota: float = 1.0
-    kv_cache_dtype_skip_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _integer("block_size", self.block_size, 1, MAX_BLOCK_SIZE)

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 
 KV_REVISION = 1
 """To be raised whenever a model's keys and values come out in other bits: pages on disk of another one are dropped."""
-
 KV_BITS = {"bf16": (16, 16), "fp32": (32, 32), "fp8_e4m3": (8, 8), "fp8_e5m2": (8, 8), "int8": (8, 8), "int4": (4.5, 4)}
 """Of an element of K and of V, without scales."""
 ALIASES = {"auto": "bf16", "fp8": "fp8_e4m3"}

@@ -1,4 +1,4 @@
-"""The same bits in every format of keys and values."""
+"""The rule in every format of keys and values."""
 
 from __future__ import annotations
 
