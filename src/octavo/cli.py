@@ -555,17 +555,19 @@ def simulate(
 
 def _cost(calibration: Path | None, model: str | None, gpu: str, count: int, config: EngineConfig) -> Cost:
     from octavo.kv_format import ALIASES
-    from octavo.simulator.cost import GPUS, MODELS, Measured, Sheet
+    from octavo.planner.known import MODELS
+    from octavo.simulator.cost import GPUS, Measured, Sheet
 
     if (calibration is None) == (model is None):
         raise ConfigError("model", "name either a well-known model, or a --calibration file")
     if calibration is not None:
         return Measured.open(calibration).at(config.kv_cache_dtype, config.block_size)
-    for option, name, known in (("model", model, MODELS), ("gpu", gpu, GPUS)):
+    dense = {name: shape.model for name, shape in MODELS.items() if shape.experts == 1}
+    for option, name, known in (("model", model, dense), ("gpu", gpu, GPUS)):
         if name not in known:
             raise ConfigError(option, f"{name!r} is not known: there are {', '.join(known)}")
     dtype = ALIASES.get(config.kv_cache_dtype, config.kv_cache_dtype)
-    return Sheet(MODELS[str(model)], GPUS[gpu], count, dtype, config.block_size)
+    return Sheet(dense[str(model)], GPUS[gpu], count, dtype, config.block_size)
 
 
 def _arrivals(

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.simulator.cost import GPUS, MODELS, Load, Measured, Sheet, load_of, load_of_plan
+from octavo.planner.known import MODELS
+from octavo.simulator.cost import GPUS, Load, Measured, Sheet, load_of, load_of_plan
 from octavo.types import Draw, SamplingParams, Slice, Tier
 from tests.simulator.engines import cost
 
@@ -52,7 +53,7 @@ def test_pages_of_another_size_take_other_times() -> None:
 
 def test_a_sheet_is_bound_by_reading_or_by_multiplying() -> None:
     """Llama 3.1 70B: 70.55 billion weights, 327,680 bytes of keys and values a token."""
-    one, four = (Sheet(MODELS["llama-3.1-70b"], GPUS["h100"], count, "bf16", 16) for count in (1, 4))
+    one, four = (Sheet(MODELS["llama-3.1-70b"].model, GPUS["h100"], count, "bf16", 16) for count in (1, 4))
     assert four.weight_bytes == 2 * 70_552_387_584 + 0 * one.weight_bytes
     assert four.format.token_bytes == 327_680
     # one row reads all weights but the embedding
@@ -71,5 +72,5 @@ def test_a_sheet_is_bound_by_reading_or_by_multiplying() -> None:
 
 def test_models_have_the_weights_they_are_named_for() -> None:
     for name, billions in (("llama-3.1-8b", 8.03), ("llama-3.1-70b", 70.55), ("llama-3.1-405b", 405.85)):
-        sheet = Sheet(MODELS[name], GPUS["h200"], 8, "bf16", 16)
+        sheet = Sheet(MODELS[name].model, GPUS["h200"], 8, "bf16", 16)
         assert sheet.weight_bytes / 2e9 == pytest.approx(billions, rel=1e-3)

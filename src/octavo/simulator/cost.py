@@ -181,20 +181,6 @@ MEMORY_SHARE, DISK_RATE = 0.9, 3e9
 """Of the memory, what is given to weights and pages; bytes a second that a disk reads and writes."""
 
 
-def _shape(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocab: int, context: int) -> ModelConfig:
-    return ModelConfig(
-        "llama", layers, hidden, inner, heads, kv_heads, hidden // heads, vocab, context, 1e-5, 5e5
-    )  # fmt: skip
-
-
-MODELS = {
-    "llama-3.1-8b": _shape(32, 4096, 14336, 32, 8, 128256, 131072),
-    "llama-3.1-70b": _shape(80, 8192, 28672, 64, 8, 128256, 131072),
-    "llama-3.1-405b": _shape(126, 16384, 53248, 128, 8, 128256, 131072),
-}
-"""Of their config.json."""
-
-
 class Sheet:
     """A model in bf16 on `count` GPUs, each layer split over all: a step takes the larger of the times to read and to
     multiply what it must, and the time to add the layers' halves up, twice a layer.
