@@ -78,7 +78,7 @@ def test_an_interruption_leaves_the_figures_so_far(tmp_path: Path, monkeypatch: 
     ("options", "message"),
     [
         ([], "model: name either a well-known model, or a --calibration file"),
-        (["--model", "llama-9"], "model: 'llama-9' is not known: there are llama-3.1-8b, "),
+        (["--model", "llama-9"], "model: 'llama-9' is not known: there are .*llama-3.1-8b, "),
         (["--model", "llama-3.1-8b", "--gpu", "h1000"], "gpu: 'h1000' is not known: there are a100-80gb, "),
         (["--model", "llama-3.1-70b"], "kv_cache_memory_bytes: one page takes 5,242,880 bytes and 0 are given"),
         (["--calibration", "nowhere.json"], "calibration: nowhere.json is no file of octavo bench calibrate"),

@@ -132,10 +132,11 @@ class Measured:
         """Raises ConfigError("calibration")."""
         try:
             figures = json.loads(path.read_text())["cost"]
+            kept = tuple(figures["format"]["bf16_layers"])
             return cls(
                 **{
                     **figures,
-                    "format": KVFormat(**figures["format"]),
+                    "format": KVFormat(**figures["format"] | {"bf16_layers": kept}),
                     "knots": tuple((rows, seconds) for rows, seconds in figures["knots"]),
                     "load_s": {Tier[name.upper()]: seconds for name, seconds in figures["load_s"].items()},
                 }
