@@ -6,7 +6,7 @@ is computed from different layouts can be compared bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from octavo.ops.api import KVPool, StepInputs
 from octavo.ops.reference import ReferenceOps
 
 LAYERS, LAYER = 3, 1
+CODED = ("int8", "int4", "fp8_e4m3", "fp8_e5m2")
 BLOCK_SIZES = (4, 8, 16, 32, 48, 64, 128, 256, 640)
 MakeOps = Callable[..., cpu.CpuOps]
 
@@ -75,6 +76,13 @@ def step_of(pieces: list[Piece], block_size: int, num_pages: int, rng: np.random
         page_start=np.cumsum([0, *counts], dtype=np.int32),
         pages=np.array(pages, np.int32),
     )
+
+
+def with_dtypes(values: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """(value, dtype): each with numbers as they are, and with one of the codes in turn, which only differ in how they
+    become numbers.
+    """
+    return [(value, dtype) for i, value in enumerate(values) for dtype in ("bf16", "fp32", CODED[i % len(CODED)])]
 
 
 def pages_needed(pieces: list[Piece], block_size: int) -> int:

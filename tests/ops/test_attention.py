@@ -28,6 +28,7 @@ from .paged import (
     rows_of,
     sequence,
     step_of,
+    with_dtypes,
 )
 
 TOLERANCE = 1e-5
@@ -73,9 +74,9 @@ def assert_same(got: list[np.ndarray], wanted: list[np.ndarray]) -> None:
         np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("dim", "group"), SHAPES)
-def test_head_shapes_match_the_reference(make_ops: MakeOps, sequences, dim: int, group: int, dtype: str) -> None:
+@pytest.mark.parametrize(("shape", "dtype"), with_dtypes(SHAPES))
+def test_head_shapes_match_the_reference(make_ops: MakeOps, sequences, shape: tuple[int, int], dtype: str) -> None:
+    dim, group = shape
     heads = Heads(1 if group > 8 else 2, group, dim, dtype)
     pieces = ragged(16)
     if group > 8:
@@ -84,8 +85,7 @@ def test_head_shapes_match_the_reference(make_ops: MakeOps, sequences, dim: int,
     assert_close(attend(make_ops(), heads, pieces, data), attend(ReferenceOps(), heads, pieces, data))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize(("block_size", "dtype"), with_dtypes(BLOCK_SIZES))
 def test_page_sizes_match_the_reference(make_ops: MakeOps, sequences, block_size: int, dtype: str) -> None:
     heads = Heads(2, 3, 32, dtype)
     data, pieces = two(sequences, heads), ragged(block_size)
@@ -102,8 +102,7 @@ def test_windows_match_the_reference(make_ops: MakeOps, sequences, window: int |
     assert_close(attend(make_ops(), heads, pieces, data, block_size, window), wanted)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize(("block_size", "dtype"), with_dtypes(BLOCK_SIZES))
 def test_unused_slots_never_matter(make_ops: MakeOps, sequences, block_size: int, dtype: str) -> None:
     """Whatever lies in slots past a row's position, in other pages and in other layers."""
     heads = Heads(2, 3, 32, dtype)
@@ -133,8 +132,7 @@ def test_pages_outside_the_window_are_not_looked_up(make_ops: MakeOps, sequences
     assert_same([out], [np.concatenate(wanted)])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 17, 300])
+@pytest.mark.parametrize(("window", "dtype"), with_dtypes([None, 17, 300]))
 def test_a_row_has_one_result(make_ops: MakeOps, sequences, window: int | None, dtype: str) -> None:
     """Whole or in chunks, alone or among others, for every page size and number of threads."""
     heads = Heads(1, 3, 32, dtype)
@@ -170,9 +168,9 @@ def test_a_long_context_is_divided_between_threads(make_ops: MakeOps, dtype: str
         assert_same(attend(make_ops(num_threads), heads, pieces[:1], data), alone[:1])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("dim", "group"), [(80, 3), (64, 8), (16, 1), (128, 4)])
-def test_variants_agree(make_ops: MakeOps, monkeypatch, sequences, dim: int, group: int, dtype: str) -> None:
+@pytest.mark.parametrize(("shape", "dtype"), with_dtypes([(80, 3), (64, 8), (16, 1), (128, 4)]))
+def test_variants_agree(make_ops: MakeOps, monkeypatch, sequences, shape: tuple[int, int], dtype: str) -> None:
+    dim, group = shape
     heads = Heads(2, group, dim, dtype)
     data, pieces = two(sequences, heads), ragged(16)
     got = attend(make_ops(), heads, pieces, data, window=300)

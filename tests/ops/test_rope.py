@@ -24,6 +24,7 @@ from .paged import (
     sequence,
     step_of,
     stored,
+    with_dtypes,
 )
 
 TOLERANCE = 2e-6
@@ -72,9 +73,11 @@ def run(
 
 
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("dim", "group"), SHAPES)
-def test_rows_and_pages_match_the_reference(make_ops: MakeOps, dim: int, group: int, dtype: str, normed: bool) -> None:
+@pytest.mark.parametrize(("shape", "dtype"), with_dtypes(SHAPES))
+def test_rows_and_pages_match_the_reference(
+    make_ops: MakeOps, shape: tuple[int, int], dtype: str, normed: bool
+) -> None:
+    dim, group = shape
     heads = Heads(2, group, dim, dtype)
     data = [sequence(heads, i, 256) for i in range(2)]
     qkv = rows_of(PIECES, data)
@@ -99,8 +102,7 @@ def test_rows_and_pages_match_the_reference(make_ops: MakeOps, dim: int, group: 
         assert (other_pages == 0xFF).all() and (other_layers == 0xFF).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize(("block_size", "dtype"), with_dtypes(BLOCK_SIZES))
 def test_keys_and_values_before_write_start_stay(make_ops: MakeOps, block_size: int, dtype: str) -> None:
     """They lie in pages that others hold; the rows themselves are rotated all the same."""
     heads = Heads(2, 3, 32, dtype)
