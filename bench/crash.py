@@ -37,7 +37,7 @@ from rich.progress import Progress
 from octavo import LLM, SamplingParams
 from octavo.bench.machine import machine
 from octavo.engine import page_file
-from octavo.engine.kv_store import GIB
+from octavo.engine.sizing import GIB
 from octavo.engine.page_file import BLOCK
 from octavo.kv_format import KVFormat
 from octavo.models.catalog import resolve
