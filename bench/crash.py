@@ -37,8 +37,8 @@ from rich.progress import Progress
 from octavo import LLM, SamplingParams
 from octavo.bench.machine import machine
 from octavo.engine import page_file
-from octavo.engine.sizing import GIB
 from octavo.engine.page_file import BLOCK
+from octavo.engine.sizing import GIB
 from octavo.kv_format import KVFormat
 from octavo.models.catalog import resolve
 from octavo.models.weights import open_checkpoint

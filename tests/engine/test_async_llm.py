@@ -800,6 +800,6 @@ def test_the_engines_log_is_the_parents(model: Path, caplog: pytest.LogCaptureFi
         assert llm.max_model_len < 512
 
     drive(work, model, EngineConfig(kv_cache_memory_bytes=1 << 16))
-    [record] = [record for record in caplog.records if record.name == "octavo.engine.kv_store"]
+    [record] = [record for record in caplog.records if record.name == "octavo.engine.sizing"]
     assert record.levelno == logging.WARNING
     assert "max_model_len is" in record.getMessage()
