@@ -216,7 +216,15 @@ def test_the_version_and_help_need_no_model() -> None:
     assert octavo("--version") == (0, "octavo 0.1.0\n", "")
     status, out, _ = octavo("--help")
     assert status == 0
-    assert re.findall(r"^  (\w+)  ", out, re.MULTILINE) == ["generate", "chat", "serve", "pull", "plan", "bench"]
+    assert re.findall(r"^  (\w+)  ", out, re.MULTILINE) == [
+        "generate",
+        "chat",
+        "serve",
+        "pull",
+        "plan",
+        "simulate",
+        "bench",
+    ]
 
 
 # ── generate ──────────────────────────────────────────────────────────────────────────────────────────────────────

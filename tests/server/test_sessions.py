@@ -402,7 +402,8 @@ def test_the_metrics_are_the_audits_counts(tiny_path: Path, tmp_path: Path) -> N
             shown = samples(page)
             for tier, pool in zip(Tier, cache.tiers.pools, strict=True):
                 of_tier = f"tier={tier.name.lower()}"
-                free, cached = len(pool.free_pages()), len(pool.eviction_order(now))
+                free = pool.num_pages - pool.num_used + len(pool.free_pages())
+                cached = len(pool.eviction_order(now))
                 held = sum(pool.refs(at) > 0 for at in range(pool.num_pages))
                 assert free + cached + held == pool.num_pages
                 states = {"free": free, "cached": cached, "referenced": held}
