@@ -67,8 +67,11 @@ def test_the_golden_answers(llm: LLM, shared: Path) -> None:
     assert prompt_drift <= 2 * bound.drift  # unlikely tokens drift more than likely ones
 
 
-@pytest.mark.timeout(900)  # the reference takes its time
-@pytest.mark.parametrize("text", ["us-constitution", "us-declaration"])
+@pytest.mark.parametrize(  # the reference would take minutes for the longer one
+    ("llm", "text"),
+    [("cpu", "us-constitution"), ("cpu", "us-declaration"), ("reference", "us-declaration")],
+    indirect=["llm"],
+)
 def test_perplexity(llm: LLM, shared: Path, text: str) -> None:
     right = golden(shared, "smollm2-135m-q4_1-perplexity.json")[text]
     tokens = llm.tokenizer.encode((shared / "text" / f"{text}.txt").read_text(), add_special=False)

@@ -102,7 +102,7 @@ def test_windows_match_the_reference(make_ops: MakeOps, sequences, window: int |
     assert_close(attend(make_ops(), heads, pieces, data, block_size, window), wanted)
 
 
-@pytest.mark.parametrize(("block_size", "dtype"), with_dtypes(BLOCK_SIZES))
+@pytest.mark.parametrize(("block_size", "dtype"), with_dtypes([4, 8, 16, 48, 64, 640]))
 def test_unused_slots_never_matter(make_ops: MakeOps, sequences, block_size: int, dtype: str) -> None:
     """Whatever lies in slots past a row's position, in other pages and in other layers."""
     heads = Heads(2, 3, 32, dtype)
