@@ -34,6 +34,7 @@ from octavo.bench.workloads import random_tokens
 from octavo.config import EngineConfig
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.process import EngineStats
+from octavo.engine.sizing import GIB
 from octavo.errors import ConfigError
 from octavo.types import Request, SamplingParams
 
@@ -46,7 +47,6 @@ SHORTEST, LONGEST = 128, 512
 """Tokens that a conversation may have at most, as pool and context allow."""
 OVERCOMMIT = 10
 """How often what all conversations hold in the end is to fill the pool."""
-GIB = 1 << 30
 
 Tell = Callable[[str, int, int], None]
 """Hears what is being played, how many of its turns are answered, and of how many."""

@@ -281,9 +281,7 @@ class CacheManager:
                 child.owner = child.owner or table.owner
                 self.index.put(child, Place(Tier.DEVICE, pages[at]))
             elif child.page != pages[at]:
-                own, pages[at] = pages[at], child.page
-                self._acquire(child.page)
-                self._release(own)
+                self.tiers.replace(pages, at, child.page)
                 self.stats.pages_merged += 1
             node = child
         table.node = node

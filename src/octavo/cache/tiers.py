@@ -18,6 +18,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Self
 
 from octavo.cache.page_table import PageTable
 from octavo.cache.pages import PagePool
@@ -44,6 +45,14 @@ class Costs:
     token_s: float = 0.0
     slope: float = 0.0
     load_s: dict[Tier, float] = field(default_factory=dict)
+
+    @classmethod
+    def fitted(
+        cls, mode: str, num_tokens: int, near_s: float, far: int, far_s: float, load_s: dict[Tier, float]
+    ) -> Self:
+        """From what each of `num_tokens` took together at the beginning, and from position `far` on."""
+        slope = max(far_s / near_s - 1, 0.0) / max(far, 1)
+        return cls(mode, near_s / (1 + num_tokens / 2 * slope), slope, load_s)
 
     def recompute_s(self, start: int, num_tokens: int) -> float:
         """To compute tokens from position `start` on."""
@@ -179,6 +188,12 @@ class Tiers:
         self._not_idle(place)
         self.pools[place.tier].acquire(place.page)
 
+    def replace(self, pages: MutableSequence[int], at: int, page: int) -> None:
+        """Hold another page of the device tier in place of one."""
+        own, pages[at] = pages[at], page
+        self.acquire(Place(Tier.DEVICE, page))
+        self.release(Place(Tier.DEVICE, own))
+
     def hold_to_quota(self) -> None:
         """Let the coldest idle pages of each tenant leave the device tier while they are more than its quota."""
         while self.over_quota:
@@ -214,16 +229,15 @@ class Tiers:
         self._free(node, place)
         return True
 
-    def vacate(self, node: Node) -> int:
-        """Make a node's cached device page leave, and its descendants' before; returns how many left."""
+    def vacate(self, node: Node) -> None:
+        """Make a node's cached device page leave, and its descendants' before."""
         if node.page == NOWHERE or self.pools[Tier.DEVICE].refs(node.page):
-            return 0
+            return
         subtree = [node]
         for at in subtree:
             subtree += [child for child in at.children.values() if child.page != NOWHERE]
         for at in reversed(subtree):
             self.leave(at, Tier.DEVICE)
-        return len(subtree)
 
     def drop(self, node: Node) -> None:
         """Forget a node and everything below it, on every tier. Pages with holders are freed by the last of them."""
@@ -413,9 +427,9 @@ class Tiers:
             if node.page == NOWHERE:
                 self.index.put(node, Place(Tier.DEVICE, page))
                 continue
-            self._replace(load.pages, at, node.page)  # somebody has computed it meanwhile
+            self.replace(load.pages, at, node.page)  # somebody has computed it meanwhile
             if load.table is not None:
-                self._replace(load.table.pages, load.first + at, node.page)
+                self.replace(load.table.pages, load.first + at, node.page)
         for at in reversed(range(len(load.nodes))):
             node, source = load.nodes[at], load.sources[at]
             if not load.arrived[at] and node.places[source.tier] == source.page:
@@ -429,12 +443,6 @@ class Tiers:
             self.release(place)
 
     # ── inside ──
-
-    def _replace(self, pages: MutableSequence[int], at: int, page: int) -> None:
-        """Hold another page in place of one."""
-        own, pages[at] = pages[at], page
-        self.acquire(Place(Tier.DEVICE, page))
-        self.release(Place(Tier.DEVICE, own))
 
     def _move(self, node: Node, source: Place, target: Place) -> Move:
         self._next_number += 1

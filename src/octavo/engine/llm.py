@@ -204,9 +204,7 @@ def _costs(config: EngineConfig, runner: ModelRunner, store: KVStore, longest: i
         piece = Slice(0, start, tokens, start, pages[: -(-(start + count) // config.block_size)], ())
         return min(runner.execute(StepPlan(0, (), (piece,))).seconds for _ in range(2))
 
-    near_s, far_s = seconds(0) / count, seconds(far) / count
-    slope = max(far_s / near_s - 1, 0.0) / max(far, 1)
-    costs = Costs(config.preemption_mode, near_s / (1 + count / 2 * slope), slope, load_s)
+    costs = Costs.fitted(config.preemption_mode, count, seconds(0) / count, far, seconds(far) / count, load_s)
     page_s = costs.recompute_s(0, config.block_size)
     known = ", ".join(f"{seconds * 1e3:.2f} ms from {tier.name.lower()}" for tier, seconds in load_s.items())
     _log.info("a page takes %s and %.2f ms to compute (preemption mode %s)", known, page_s * 1e3, costs.mode)

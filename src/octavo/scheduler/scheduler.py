@@ -239,7 +239,7 @@ class Scheduler:
             return False
         while not self.cache.reserve(table, num_computed, num_tokens):
             if self._parked:
-                self._preempt(max(self._parked.values(), key=attrgetter("key")))
+                self._preempt_parked()
                 continue
             if self.num_running == 1 and self.cache.sessions.yield_pin():
                 continue
@@ -294,7 +294,7 @@ class Scheduler:
             if admission is not None or self._running or self._aside or self._loading:
                 break
             if self._parked:
-                self._preempt(max(self._parked.values(), key=attrgetter("key")))
+                self._preempt_parked()
             elif self.cache.tiers.moves or not self.cache.sessions.yield_pin():
                 break
         if isinstance(admission, Admission):
@@ -370,6 +370,10 @@ class Scheduler:
             sequence.group.prompt_logprobs.clear()
         if sequence.phase is Phase.RUNNING:
             self._enqueue(sequence)
+
+    def _preempt_parked(self) -> None:
+        """Take the pages of the last of those that wait for their siblings."""
+        self._preempt(max(self._parked.values(), key=attrgetter("key")))
 
     def _end(self, sequence: Sequence) -> None:
         if sequence.phase is Phase.WAITING:

@@ -22,6 +22,7 @@ from octavo.cache.tiers import Costs
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.executor import Executor
+from octavo.engine.sizing import GIB
 from octavo.errors import ConfigError, InvalidRequest
 from octavo.scheduler.scheduler import MAX_WAITS, Scheduler
 from octavo.simulator.cost import Cost, Load, load_of, load_of_plan
@@ -43,7 +44,6 @@ from octavo.types import (
     Tier,
 )
 
-GIB = 1 << 30
 NO_ANSWER = SliceResult(())
 NOTHING = Load(0)
 
@@ -146,9 +146,8 @@ def engine(config: EngineConfig, cost: Cost, *, audit: bool = False) -> EngineCo
 def _costs(mode: str, cost: Cost, count: int = 32, far: int = 2048) -> Costs:
     """What an engine would measure at its start: a few tokens near the beginning, and far from it."""
     near_s, far_s = (cost.step_s(load_of([(start, count, 0)])) / count for start in (0, far))
-    slope = max(far_s / near_s - 1, 0.0) / far
     load_s = {tier: cost.move_s(tier) for tier in (Tier.HOST, Tier.DISK)}
-    return Costs(mode, near_s / (1 + count / 2 * slope), slope, load_s)
+    return Costs.fitted(mode, count, near_s, far, far_s, load_s)
 
 
 # ── figures ──────────────────────────────────────────────────────────────────────────────────────────────────────
