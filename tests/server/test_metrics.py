@@ -11,7 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.conftest import REPOSITORY
 
 from octavo.cache.manager import CacheStats, TierPages
-from octavo.engine.process import EngineStats, Moves, TierNews
+from octavo.cache.tiers import TierStats
+from octavo.engine.process import EngineStats, TierNews
 from octavo.errors import ConfigError
 from octavo.scheduler.scheduler import SchedulerStats
 from octavo.server import metrics as module
@@ -57,7 +58,7 @@ STATS = EngineStats(
     page_bytes=100,
     scheduler=SchedulerStats(num_preemptions=6, generation_tokens=70),
     cache=CacheStats(queried_tokens=80, hit_tokens=9, resumed_tokens=11, pages_evicted=12),
-    moves=Moves({(Tier.DEVICE, Tier.HOST): 15, (Tier.DISK, Tier.DEVICE): 16}, failed=17, dropped=18),
+    moves=TierStats({(Tier.DEVICE, Tier.HOST): 15, (Tier.DISK, Tier.DEVICE): 16}, moves_failed=17, pages_dropped=18),
     tiers=TierNews(
         {Tier.DEVICE: TierPages(10, 4, 5, 1), Tier.HOST: TierPages(20, 2, 15, 3), Tier.DISK: TierPages(30, 0, 29, 1)},
         num_pinned={Tier.DEVICE: 19, Tier.HOST: 21},

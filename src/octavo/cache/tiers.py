@@ -133,7 +133,7 @@ class Load:
 class TierStats:
     """Counts since the start, of pages. Moves are counted by (from, to) when they have ended well."""
 
-    moved: Counter[tuple[Tier, Tier]] = field(default_factory=Counter)
+    moved: dict[tuple[Tier, Tier], int] = field(default_factory=Counter)
     moves_failed: int = 0
     pages_dropped: int = 0
 

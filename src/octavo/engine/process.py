@@ -27,13 +27,13 @@ from array import array
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from octavo.cache.manager import CacheStats, TierPages
+from octavo.cache.tiers import TierStats
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.llm import Engine, assemble
@@ -142,15 +142,6 @@ class TierNews(Message):
     token_s: float = 0.0
 
 
-@dataclass(slots=True)
-class Moves:
-    """Counts since the start, of pages: copied (from, to), copied in vain, and forgotten by every tier."""
-
-    moved: dict[tuple[Tier, Tier], int] = field(default_factory=dict)
-    failed: int = 0
-    dropped: int = 0
-
-
 class EngineStats(Message):
     """The engine at one moment: pages and sequences now, and what it counted since the start.
 
@@ -167,7 +158,7 @@ class EngineStats(Message):
     token_bytes: int = 0
     scheduler: SchedulerStats = msgspec.field(default_factory=SchedulerStats)
     cache: CacheStats = msgspec.field(default_factory=CacheStats)
-    moves: Moves = msgspec.field(default_factory=Moves)
+    moves: TierStats = msgspec.field(default_factory=TierStats)
     tiers: TierNews = msgspec.field(default_factory=TierNews)
     finished: dict[str, int] = {}
 
@@ -526,7 +517,7 @@ def stats_of(engine: Engine) -> EngineStats:
     core = engine.core
     scheduler, cache = core.stats
     pool, pages = core.cache.pool, engine.format
-    moves, costs = core.cache.tiers.stats, core.cache.tiers.costs
+    costs = core.cache.tiers.costs
     return EngineStats(
         core.scheduler.num_running,
         core.scheduler.num_waiting,
@@ -538,7 +529,7 @@ def stats_of(engine: Engine) -> EngineStats:
         pages.token_bytes,
         scheduler,
         cache,
-        Moves(dict(moves.moved), moves.moves_failed, moves.pages_dropped),
+        core.cache.tiers.stats,
         TierNews(
             core.cache.tier_pages(),
             dict(zip(Tier, core.cache.sessions.num_pinned, strict=True)),

@@ -306,8 +306,10 @@ class _Page(Collector):
         yield self._gauge("kv_recompute_token_seconds", "Time to compute a token instead.", tiers.token_s)
         moves = {(source.name.lower(), to.name.lower()): n for (source, to), n in stats.moves.moved.items()}
         yield self._counter("kv_pages_moved", "Pages copied from one tier to another.", moves, "from", "to")
-        yield self._counter("kv_page_moves_failed", "Copies that failed, or of damaged pages.", stats.moves.failed)
-        yield self._counter("kv_pages_dropped", "Cached pages that were forgotten.", stats.moves.dropped)
+        yield self._counter(
+            "kv_page_moves_failed", "Copies that failed, or of damaged pages.", stats.moves.moves_failed
+        )
+        yield self._counter("kv_pages_dropped", "Cached pages that were forgotten.", stats.moves.pages_dropped)
 
     def _gauge(
         self, name: str, about: str, value: float | Mapping[Any, float], *by: str, **labels: str
