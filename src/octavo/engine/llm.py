@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from octavo import kv_costs
 from octavo.cache.manager import CacheManager
 from octavo.cache.tiers import Costs
 from octavo.config import EngineConfig, ModelConfig
@@ -260,8 +261,9 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
-        config = engine_config(options)
-        self._start(assemble(open_checkpoint(resolve(str(model))), config))
+        config, checkpoint = engine_config(options), open_checkpoint(resolve(str(model)))
+        kv_costs.check(config, checkpoint.config)
+        self._start(assemble(checkpoint, config))
 
     @classmethod
     def from_engine(cls, engine: Engine) -> Self:
