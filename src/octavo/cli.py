@@ -751,6 +751,40 @@ def compare(
     raise typer.Exit(0 if whole else 130)
 
 
+@bench.command("prefix-cache")
+@takes(seed=1, max_num_seqs=32, kv_cache_memory_bytes=1 << 30, without=("kv_layout", "enable_prefix_caching", UNGATED))
+def prefix_cache(
+    model: Model,
+    workload: Annotated[
+        list[WorkloadName] | None, typer.Option(help="What to serve; may be given again.", show_default="all three")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="How many in a round.")] = 8,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds, in which both engines take turns.")] = 9,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    *,
+    engine: EngineConfig,
+) -> None:
+    """Serve the same work with and without the prefix cache, and tell whether it pays.
+
+    Requests of "mixed" and "uniform" have nothing in common, so that the cache finds nothing and only costs; those of
+    "prefix" share 512 tokens, others in each round. What the cache adds to the books of pages, too little to be seen
+    in whole rounds, is timed apart, a token. docs/sizing.md tells more.
+    """
+    from octavo.bench.machine import machine
+    from octavo.bench.prefix_cache import measure, report
+    from octavo.bench.workloads import WORKLOADS
+
+    path, works = _fetch(model), [WORKLOADS[name] for name in (workload or COMPARED)]
+    with aside.status("Loading") as status:
+        found = measure(path, engine, works, requests, repeats, status.update)
+    if json_file is not None:
+        figures = {"machine": machine(), "model": model, "engine": asdict(engine), "results": found}
+        json_file.write_text(json.dumps(figures, indent=1) + "\n")
+    for result in found:
+        for line in report(result):
+            screen.print(line)
+
+
 class DayName(StrEnum):
     """The names in octavo.bench.day, for --help."""
 

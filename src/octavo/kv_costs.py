@@ -1,6 +1,6 @@
 """What the formats of keys and values cost in quality, as it was measured, and which of them nobody gets unasked.
 
-A format is refused, unless the operator allows it, where its cost is known to be above the format's bound, and in 4 bits
+A format is refused, unless the operator allows it, where its cost is known to be above the format's bound, and int4
 wherever nobody has measured. Plain values: `octavo bench quality MODEL` finds them, docs/kv-dtypes.md tells how.
 """
 
