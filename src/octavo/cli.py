@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from octavo.client import Delta, RemoteChat
     from octavo.engine.llm import LLM, StreamEvent
     from octavo.planner.known import Shape
+    from octavo.planner.memory import Demand
     from octavo.simulator.cost import Cost
     from octavo.simulator.simulate import Simulation
     from octavo.simulator.traces import Arrival
@@ -434,6 +435,12 @@ def plan(
         str | None, typer.Option(help="What weights are stored as; the default is what the file has, else bf16.")
     ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="What keys and values are stored as; also fp16.")] = "auto",
+    page_sizes: Annotated[
+        bool, typer.Option("--page-sizes", help="Instead, compare pages of 4 to 256 tokens in each format.")
+    ] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="With --page-sizes: load the model and time its steps too.")
+    ] = False,
     show_list: Annotated[bool, typer.Option("--list", help="Show the well-known models and GPUs.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
     *,
@@ -443,6 +450,9 @@ def plan(
 
     Without --gpu and --memory the plan is for this engine on this machine: the pool that it would allocate. GPUs are
     planned for engines that run there with pages of the same kind. docs/sizing.md tells the sums.
+
+    --page-sizes counts all bytes that go with a token, and the slots that sequences leave empty: those of --lengths or
+    --prompt-tokens, or of three usual mixes of lengths.
     """
     from octavo.engine.sizing import available_memory
     from octavo.planner import memory as sums
@@ -460,6 +470,9 @@ def plan(
     shape = _shape(model)
     engine = replace(engine, kv_cache_dtype="bf16" if kv_cache_dtype == "fp16" else kv_cache_dtype)
     wanted = sums.each_of(lengths, prompt_tokens, output_tokens, shared_tokens)
+    if page_sizes:
+        _page_sizes(model, shape, engine, wanted, measure, as_json)
+        return
     devices: list[sums.Device | int] = []
     devices += [sums.gpu(name, tensor_parallel_size, gpu_memory_utilization) for name in gpu or ()]
     if memory is not None:
@@ -475,6 +488,26 @@ def plan(
         screen.print(json.dumps(document(model, shape, plans), indent=1))
         return
     for line in lines(model, shape, plans):
+        screen.print(line)
+
+
+def _page_sizes(model: str, shape: Shape, engine: EngineConfig, wanted: list[Demand], measure: bool, js: bool) -> None:
+    """Print what page sizes cost."""
+    from octavo.planner.page_size import DTYPES, SIZES, page_costs, report, usual_lengths
+
+    costs = page_costs(shape.model, engine, {"given": wanted} if wanted else usual_lengths())
+    measured: dict[str, dict[int, Any]] = {}
+    if measure:
+        from octavo.bench.page_size import measure as steps
+
+        path = _fetch(model)
+        with aside.status("Loading") as status:
+            measured = steps(path, engine, SIZES, DTYPES, progress=status.update)
+    if js:
+        figures = {"model": model, "pages": [asdict(cost) for cost in costs], "measured": measured}
+        screen.print(json.dumps(figures, indent=1))
+        return
+    for line in report(costs, measured):
         screen.print(line)
 
 

@@ -145,6 +145,7 @@ class Engine(NamedTuple):
     format: KVFormat
     max_model_len: int
     store: KVStore
+    ops: Ops
 
 
 def assemble(checkpoint: Checkpoint, config: EngineConfig, *, audit: bool = False) -> Engine:
@@ -186,7 +187,7 @@ def assemble(checkpoint: Checkpoint, config: EngineConfig, *, audit: bool = Fals
         config, cache, max_model_len=max_model_len, vocab_size=model.vocab_size, eos_token_ids=eos_token_ids
     )
     core = EngineCore(scheduler, runner, audit=audit)
-    return Engine(core, decoder, tokenizer, sampler, guides, config, model, kv_format, max_model_len, store)
+    return Engine(core, decoder, tokenizer, sampler, guides, config, model, kv_format, max_model_len, store, ops)
 
 
 def _costs(config: EngineConfig, runner: ModelRunner, store: KVStore, longest: int) -> Costs:
