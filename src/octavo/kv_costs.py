@@ -38,7 +38,6 @@ KNOWN = (
         "SmolLM2-135M",
         (30, 576, 1536, 9, 3, 64, 49152),
         {
-            "fp32": Cost(0.0, 0.0),
             "int8": Cost(0.0, 0.0),
             "fp8_e4m3": Cost(0.0, 0.0),
             "fp8_e5m2": Cost(0.0, 0.0),
@@ -66,9 +65,9 @@ def check(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def told(config: EngineConfig, model: ModelConfig) -> str | None:
-    """A line about what the format costs, None for bf16."""
+    """A line about what the format costs, None where it is nothing that bf16 does not cost."""
     dtype = ALIASES.get(config.kv_cache_dtype, config.kv_cache_dtype)
-    if dtype == "bf16":
+    if dtype not in BOUNDS:
         return None
     known = _known(model)
     if known is None or dtype not in known.costs:
