@@ -93,7 +93,9 @@ def test_the_engine_in_its_process_tells_the_cost(folder: Path, caplog: pytest.L
 
     with caplog.at_level("INFO"):
         asyncio.run(start())
-    assert "keys and values in int8: what that costs this model was not measured" in caplog.text
+    told = [(record.name, record.message) for record in caplog.records if "keys and values" in record.message]
+    about = "keys and values in int8: what that costs this model was not measured (octavo bench quality MODEL)"
+    assert told == [("octavo.engine.process", about)]
 
 
 def test_the_command_line_names_the_flag(
