@@ -53,6 +53,11 @@ class PagePool:
         return len(self._cached) + len(self._kept)
 
     @property
+    def num_kept(self) -> int:
+        """Those of the cached pages that a session left and may come back for."""
+        return len(self._kept)
+
+    @property
     def num_available(self) -> int:
         """Pages that can be had: free ones, and cached ones at the price of moving or forgetting them."""
         return self.num_free + len(self._cached) + len(self._kept)
