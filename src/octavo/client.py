@@ -73,9 +73,13 @@ class Endpoint:
         body: bytes | None = None,
         silence_s: float = SILENCE_S,
     ) -> http.client.HTTPResponse:
-        """Connect and send a request; `path` is what follows /v1. A reply that is none of 200 is raised."""
+        """Send a request, over a new connection or one that is made; `path` is what follows /v1.
+
+        Any status but 200 is raised.
+        """
         try:
-            connection.connect()
+            if connection.sock is None:
+                connection.connect()
             connection.sock.settimeout(silence_s)
             connection.request(method, self._path + path, body, self.headers)
             response = connection.getresponse()
