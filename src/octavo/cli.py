@@ -59,6 +59,9 @@ app = typer.Typer(
 screen = Console(highlight=False, markup=False, soft_wrap=True)
 aside = Console(highlight=False, markup=False, soft_wrap=True, stderr=True)
 
+PIPE_WIDTH = 200
+"""Of a wide table that goes into a file or a pipe."""
+
 SAMPLING_HELP = {
     "n": "answers to each prompt, from one stored prompt",
     "temperature": "0 takes the likeliest token, 1 samples as the model predicts",
@@ -369,11 +372,11 @@ def top(
     from octavo.top.feed import Feed, hopeless
 
     if as_json and not once:
-        raise ConfigError("json", "goes with --once: a script wants one answer")
+        raise ConfigError("--json", "goes with --once: a script wants one answer")
     feed = Feed(url, api_key)
     if not once:
         if not sys.stdout.isatty():
-            raise ConfigError("once", "is missing: the output is no terminal")
+            raise ConfigError("--once", "is missing: the output is no terminal")
         from octavo.top.app import Top  # takes a moment
 
         watching = Top(feed, interval=interval, sort=sort.value, wanted=wanted)
@@ -390,8 +393,10 @@ def top(
     if as_json:
         screen.print(json.dumps(memory.document(sort.value, wanted), ensure_ascii=False))
     else:
+        width = None if screen.is_terminal else PIPE_WIDTH
+        wide = Console(highlight=False, markup=False, soft_wrap=True, width=width)
         for line in lines(memory, sort.value, wanted):
-            screen.print(line)
+            wide.print(line)
 
 
 def _from_file(context: typer.Context, path: Path | None) -> Path | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
 
@@ -13,6 +12,7 @@ from textual import work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.message import Message
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Sparkline, Static
 
@@ -35,6 +35,14 @@ PIN_S = 600.0
 RETRY_S = (1.0, 2.0, 5.0, 10.0)
 MAX_ROWS = 500
 SAMPLES = 600
+
+
+class News(Message):
+    """Something that another thread wants done."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        super().__init__()
+        self.tell = tell
 
 
 class Top(App[None]):
@@ -71,6 +79,7 @@ class Top(App[None]):
         Binding("r", "act('release')", "Release"),
         Binding("e", "explain", "Explain"),
         Binding("escape", "clear", "Clear", show=False),
+        Binding("ctrl+c", "quit", "Quit", show=False, priority=True),
     ]
     ENABLE_COMMAND_PALETTE = False
 
@@ -135,8 +144,11 @@ class Top(App[None]):
                     time.sleep(0.05)
 
     def _tell(self, what: Callable[..., None], *arguments: Any) -> None:
-        with suppress(RuntimeError):  # the screen is gone
-            self.call_from_thread(what, *arguments)
+        """Have something done in the screen's thread, whose end nobody waits for."""
+        self.post_message(News(partial(what, *arguments)))
+
+    def on_news(self, news: News) -> None:
+        news.tell()
 
     def _take(self, event: str, data: Any) -> None:
         try:
@@ -180,9 +192,13 @@ class Top(App[None]):
         self.query_one("#held", Sparkline).data = [*held[-SAMPLES:], 0] if len(held) < 2 else held[-SAMPLES:]
         first = [at.get("ttft_s") or 0.0 for at in memory.history]
         self.query_one("#first", Sparkline).data = first[-SAMPLES:] or [0.0]
+        chosen = self._chosen()
         self._rows = memory.holders(self._sort, self._wanted)[:MAX_ROWS]
         styles = {"pin": COLOURS["pinned"], "idle": COLOURS["idle"], "progress": COLOURS["active"]}
         _fill(self._table("#holders"), [_cells(HOLDERS, holder(memory, at), styles) for at in self._rows])
+        if chosen is not None:  # the line that keys act on stays the same holder's wherever that goes
+            same = (at for at, row in enumerate(self._rows) if row.identity == chosen.identity)
+            self._table("#holders").move_cursor(row=next(same, 0), animate=False)
         requests = memory.requests[:MAX_ROWS]
         _fill(self._table("#requests"), [_cells(REQUESTS, request(at), styles) for at in requests])
 
@@ -271,7 +287,7 @@ class Top(App[None]):
             "release": "forgotten",
         }
         try:
-            self._feed.act(action, session, PIN_S)
+            self._feed.act(action, session, PIN_S, admin=bool(self.memory.about["admin"]))
         except OctavoError as error:
             self._tell(partial(self.notify, str(error), severity="error", markup=False))
         else:

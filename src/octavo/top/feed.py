@@ -38,22 +38,22 @@ class Feed:
             connection.connect()
             self._socket = connection.sock
             path = f"/cache/map?{urlencode({'stream': 'true', 'hz': hz})}"
-            response = self._endpoint.ask(connection, "GET", path, silence_s=SILENCE_S)
             event = ""
-            for line in response:
-                if line.startswith(b"event:"):
-                    event = line[6:].strip().decode()
-                elif line.startswith(b"data:"):
-                    yield event, json.loads(line[5:])
+            with self._endpoint.ask(connection, "GET", path, silence_s=SILENCE_S) as response:
+                for line in response:
+                    if line.startswith(b"event:"):
+                        event = line[6:].strip().decode()
+                    elif line.startswith(b"data:"):
+                        yield event, json.loads(line[5:])
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise OctavoError(f"{self.url} cannot be watched: {error}") from error
         finally:
             connection.close()
         raise OctavoError(f"{self.url} ended the connection")
 
-    def act(self, action: Action, session: Holder, ttl_s: float) -> None:
-        """Pin a session's pages for so long, or undo that; put them away; or forget it."""
-        tenant = f"?{urlencode({'tenant': session.tenant})}" if session.tenant else ""
+    def act(self, action: Action, session: Holder, ttl_s: float, *, admin: bool) -> None:
+        """Pin a session's pages for so long, or undo that; put them away; or forget it. Only an admin names tenants."""
+        tenant = f"?{urlencode({'tenant': session.tenant})}" if admin and session.tenant else ""
         verb = "pin" if action == "unpin" else action
         body = {"ttl_s": ttl_s if action == "pin" else 0} if verb == "pin" else None
         path = f"/sessions/{quote(session.name, safe='')}/{verb}{tenant}"

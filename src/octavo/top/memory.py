@@ -40,6 +40,11 @@ class Holder:
     pages: Counter[str] = field(default_factory=Counter)
 
     @property
+    def identity(self) -> tuple[str, str, str]:
+        """What tells it from others, also after the server gave it another number."""
+        return self.kind, self.tenant, self.name
+
+    @property
     def shown(self) -> str:
         """Its name, for people: without anything that moves a cursor or turns text around."""
         names = {"prefix": "cached prefixes", "shared": "shared by several"}
@@ -88,7 +93,7 @@ class Memory:
             ) from error
 
     def _begin(self, data: Any) -> None:
-        self.about = {key: data[key] for key in ("model", "kv_layout", "page_tokens", "page_bytes")}
+        self.about = {key: data[key] for key in ("model", "kv_layout", "page_tokens", "page_bytes", "admin")}
         self.num_pages = {tier["name"]: int(tier["num_pages"]) for tier in data["tiers"]}
         if any(not 0 <= number <= MAX_PAGES for number in self.num_pages.values()):
             raise ValueError(f"tiers of {self.num_pages} pages")
