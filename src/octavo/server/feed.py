@@ -313,7 +313,7 @@ class Feed:
 
     @property
     def _complete(self) -> bool:
-        return self._latest is not None and self._latest.complete
+        return self._latest is not None and self._latest.complete and self._llm.healthy
 
     async def _ready(self, timeout_s: float) -> None:
         try:
@@ -533,7 +533,7 @@ class Feed:
             stats = self._llm.stats()
             totals = _totals(stats)
             first, token = self._first_token_s.percentiles(), self._token_s.percentiles()
-            counts = self._latest.counts if self._latest is not None and self._latest.complete else None
+            counts = self._latest.counts if self._latest is not None and self._complete else None
             pages = {name: tier.states for name, tier in _tiers(stats, counts).items()}
             self._history.append(
                 Sample(
