@@ -34,7 +34,7 @@ from rich.progress import (
 )
 from typer.core import TyperCommand
 
-from octavo import __version__
+from octavo import __version__, kv_costs
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, InvalidRequest, ModelError, OctavoError
 from octavo.server.settings import ServerConfig
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from octavo.client import Delta, RemoteChat
     from octavo.engine.llm import LLM, StreamEvent
     from octavo.planner.known import Shape
+    from octavo.planner.memory import Demand
     from octavo.simulator.cost import Cost
     from octavo.simulator.simulate import Simulation
     from octavo.simulator.traces import Arrival
@@ -149,6 +150,8 @@ def _option(config: type, name: str, defaults: dict[str, Any]) -> inspect.Parame
 CONFIGS: dict[type, str] = {EngineConfig: "Engine", SamplingParams: "Sampling", ServerConfig: "Server"}
 """What options are made of, and the headings under which they stand."""
 NO_OPTIONS = ("guide",)
+UNGATED = "allow_kv_quality_loss"
+"""No option of what only measures: it takes every format."""
 LISTS: dict[str, Any] = {
     "stop": list[str],
     "stop_token_ids": list[int],
@@ -498,6 +501,12 @@ def plan(
         str | None, typer.Option(help="What weights are stored as; the default is what the file has, else bf16.")
     ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="What keys and values are stored as; also fp16.")] = "auto",
+    page_sizes: Annotated[
+        bool, typer.Option("--page-sizes", help="Instead, compare pages of 4 to 256 tokens in each format.")
+    ] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="With --page-sizes: load the model and time its steps too.")
+    ] = False,
     show_list: Annotated[bool, typer.Option("--list", help="Show the well-known models and GPUs.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
     *,
@@ -507,6 +516,9 @@ def plan(
 
     Without --gpu and --memory the plan is for this engine on this machine: the pool that it would allocate. GPUs are
     planned for engines that run there with pages of the same kind. docs/sizing.md tells the sums.
+
+    --page-sizes counts all bytes that go with a token, and the slots that sequences leave empty: those of --lengths or
+    --prompt-tokens, or of three usual mixes of lengths.
     """
     from octavo.engine.sizing import available_memory
     from octavo.planner import memory as sums
@@ -524,6 +536,9 @@ def plan(
     shape = _shape(model)
     engine = replace(engine, kv_cache_dtype="bf16" if kv_cache_dtype == "fp16" else kv_cache_dtype)
     wanted = sums.each_of(lengths, prompt_tokens, output_tokens, shared_tokens)
+    if page_sizes:
+        _page_sizes(model, shape, engine, wanted, measure, as_json)
+        return
     devices: list[sums.Device | int] = []
     devices += [sums.gpu(name, tensor_parallel_size, gpu_memory_utilization) for name in gpu or ()]
     if memory is not None:
@@ -539,6 +554,26 @@ def plan(
         screen.print(json.dumps(document(model, shape, plans), indent=1))
         return
     for line in lines(model, shape, plans):
+        screen.print(line)
+
+
+def _page_sizes(model: str, shape: Shape, engine: EngineConfig, wanted: list[Demand], measure: bool, js: bool) -> None:
+    """Print what page sizes cost."""
+    from octavo.planner.page_size import DTYPES, SIZES, page_costs, report, usual_lengths
+
+    costs = page_costs(shape.model, engine, {"given": wanted} if wanted else usual_lengths())
+    measured: dict[str, dict[int, Any]] = {}
+    if measure:
+        from octavo.bench.page_size import measure as steps
+
+        path = _fetch(model)
+        with aside.status("Loading") as status:
+            measured = steps(path, engine, SIZES, DTYPES, progress=status.update)
+    if js:
+        figures = {"model": model, "pages": [asdict(cost) for cost in costs], "measured": measured}
+        screen.print(json.dumps(figures, indent=1))
+        return
+    for line in report(costs, measured):
         screen.print(line)
 
 
@@ -572,7 +607,7 @@ class TraceKind(StrEnum):
 
 
 @app.command(cls=Command)
-@takes(without=("backend", "num_threads", "restore"))
+@takes(without=("backend", "num_threads", "restore", UNGATED))
 def simulate(
     trace: Annotated[str, typer.Argument(metavar="TRACE", help="A trace file, or a workload of octavo bench.")],
     kind: Annotated[TraceKind | None, typer.Option(help="The trace's format; the default tells by its start.")] = None,
@@ -709,7 +744,7 @@ class WorkloadName(StrEnum):
 
 
 @bench.command()
-@takes(max_num_seqs=32, seed=1)
+@takes(max_num_seqs=32, seed=1, without=(UNGATED,))
 def throughput(
     model: Model,
     workload: Annotated[WorkloadName, typer.Option(help="What to serve.")] = WorkloadName.mixed,
@@ -763,7 +798,7 @@ PAGED_ONLY = (
 
 
 @bench.command()
-@takes(seed=1, max_model_len=2048, without=("kv_layout", *PAGED_ONLY))
+@takes(seed=1, max_model_len=2048, without=("kv_layout", UNGATED, *PAGED_ONLY))
 def compare(
     model: Model,
     workload: Annotated[
@@ -813,6 +848,40 @@ def compare(
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=1) + "\n")
     raise typer.Exit(0 if whole else 130)
+
+
+@bench.command("prefix-cache")
+@takes(seed=1, max_num_seqs=32, kv_cache_memory_bytes=1 << 30, without=("kv_layout", "enable_prefix_caching", UNGATED))
+def prefix_cache(
+    model: Model,
+    workload: Annotated[
+        list[WorkloadName] | None, typer.Option(help="What to serve; may be given again.", show_default="all three")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="How many in a round.")] = 8,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds, in which both engines take turns.")] = 9,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    *,
+    engine: EngineConfig,
+) -> None:
+    """Serve the same work with and without the prefix cache, and tell whether it pays.
+
+    Requests of "mixed" and "uniform" have nothing in common, so that the cache finds nothing and only costs; those of
+    "prefix" share 512 tokens, others in each round. What the cache adds to the books of pages, too little to be seen
+    in whole rounds, is timed apart, a token. docs/sizing.md tells more.
+    """
+    from octavo.bench.machine import machine
+    from octavo.bench.prefix_cache import measure, report
+    from octavo.bench.workloads import WORKLOADS
+
+    path, works = _fetch(model), [WORKLOADS[name] for name in (workload or COMPARED)]
+    with aside.status("Loading") as status:
+        found = measure(path, engine, works, requests, repeats, status.update)
+    if json_file is not None:
+        figures = {"machine": machine(), "model": model, "engine": asdict(engine), "results": found}
+        json_file.write_text(json.dumps(figures, indent=1) + "\n")
+    for result in found:
+        for line in report(result):
+            screen.print(line)
 
 
 class DayName(StrEnum):
@@ -905,7 +974,7 @@ def day(
 
 
 @bench.command()
-@takes(seed=1, without=("kv_cache_dtype",))
+@takes(seed=1, without=("kv_cache_dtype", UNGATED))
 def quality(
     model: Model,
     text: Annotated[
@@ -921,8 +990,9 @@ def quality(
     """Compare the formats of keys and values with bf16: perplexity, agreement, facts found in long contexts.
 
     Perplexity and agreement are of the same tokens, put to the model in windows of 1,024; fp32 shows how much a change
-    far below the others' makes. Eight facts are told all over a context of other text and asked for at its end;
-    those that are answered without a wrong token count as found.
+    far below the others' makes. 24 facts are told all over a context of other text and asked for at its end; those
+    that are answered without a wrong token count as found. With --backend reference nothing but keys and values is
+    rounded; the native kernels round the inputs of products too, and any change moves some of those roundings.
     """
     from octavo.bench.machine import machine
     from octavo.bench.quality import measure, num_steps
@@ -930,14 +1000,15 @@ def quality(
     texts = [_text(path) for path in text or []]
     names, sizes = dtypes.split(","), _numbers("lengths", lengths)
     path = _fetch(model)
-    columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}")]
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     with Progress(*columns, console=aside, transient=True, disable=not aside.is_terminal) as bar:
         task = bar.add_task("Loading", total=num_steps(path, texts, names, sizes))
         found = measure(path, engine, texts, names, sizes, lambda about: bar.update(task, description=about, advance=1))
     figures = {"machine": machine(), "model": model, "engine": asdict(engine), **found}
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=1) + "\n")
-    screen.print(f"{figures['num_tokens']:,} tokens" + (" of the model's own" if figures["own_text"] else ""))
+    own = " of the model's own" if figures["own_text"] else ""
+    screen.print(f"{figures['num_tokens']:,} tokens{own}, in {figures['seconds'] / 60:.1f} minutes")
     screen.print(f"{'':<10} {'bytes':>7} {'perplexity':>22} {'top-1':>7} {'drift':>7}  facts found")
     for name, of in figures["dtypes"].items():
         rise = f"{of['perplexity']:.3f} {of['perplexity_percent']:+.2f} ± {of['perplexity_error_percent']:.2f} %"
@@ -956,7 +1027,7 @@ def _numbers(name: str, text: str) -> list[int]:
 
 
 @bench.command()
-@takes(max_num_seqs=32)
+@takes(max_num_seqs=32, without=(UNGATED,))
 def calibrate(
     model: Model,
     json_file: Annotated[Path, typer.Option("--json", help="Write what was found to this file.")] = Path(
@@ -1031,7 +1102,10 @@ def _load(model: str | None, config: EngineConfig) -> LLM:
     with aside.status(f"Loading {model}") if aside.is_terminal else nullcontext():
         from octavo.engine.llm import LLM  # takes a moment: numpy, tokenizers, the native kernels
 
-        return LLM(path, **asdict(config))
+        llm = LLM(path, **asdict(config))
+    if aside.is_terminal and (cost := kv_costs.told(config, llm.model)):
+        aside.print(cost, style="dim")
+    return llm
 
 
 def _prompts(prompts: list[str], file: Path | None) -> list[str]:
