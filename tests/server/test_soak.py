@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from bench.idle_connections import Crowd, at_rest, stream_speed
-from bench.load import Connection, Server
+from bench.load import Server
 from bench.soak import ABANDONED, OPTIONS, Soak, settle
 from tests.server.serving import serving, until
 
