@@ -32,6 +32,7 @@ OPTIONAL: list[dict[str, Any]] = [
     {},
 ]
 """What is asked for beyond the plainest API: the first that a server takes."""
+WARM_UP_SEED, WARM_UP_TOKENS = 1_000_003, 32
 BUSY = 0.8
 LATE_MS = 50.0
 """From here on the client's own slowness is told."""
@@ -222,13 +223,12 @@ def outcome(work: Work, sent: float, reply: Reply | None, failure: str, detail: 
         except (msgspec.DecodeError, AttributeError, TypeError, ValueError, LookupError) as error:
             failure, detail = "unreadable", f"{type(error).__name__}: {error}"
         end = seen.end or sent
-    count = seen.usage.get("completion_tokens")
     return Outcome(
         sent - since,
         [at - since for at in seen.times],
         end - since,
-        int(seen.usage.get("prompt_tokens") or len(work.prompt)),
-        int(count if count is not None else len(seen.times)),
+        seen.num_prompt or len(work.prompt),
+        seen.num_output or len(seen.times),
         work.max_tokens,
         failure,
         detail[:300],
@@ -240,7 +240,7 @@ class _Seen:
     def __init__(self) -> None:
         self.times: list[float] = []
         self.texts: list[str] = []
-        self.usage: dict[str, Any] = {}
+        self.num_prompt = self.num_output = 0  # as far as the server counts them
         self.end = 0.0
 
     def read(self, reply: Reply) -> tuple[str, str]:
@@ -257,7 +257,10 @@ class _Seen:
             event = msgspec.json.decode(data)
             if event.get("error"):
                 return "error in the stream", message_of(event)
-            self.usage = event.get("usage") or self.usage
+            if usage := event.get("usage"):
+                self.num_prompt, self.num_output = (
+                    int(usage.get(f"{of}_tokens") or 0) for of in ("prompt", "completion")
+                )
             for choice in event.get("choices") or ():
                 self.end = at
                 ended = bool(choice.get("finish_reason")) or ended
@@ -404,7 +407,8 @@ def record_of(run: Run, outcomes: Sequence[Outcome], plan: Plan) -> dict[str, An
 
 async def warm_up(target: Target, plan: Plan, tell: Tell) -> None:
     """Find out which optional fields the server takes, and have it answer a few requests. Raises OctavoError."""
-    work, _ = WORKLOADS["uniform"].draw(max(plan.num_warmups, 1), target.vocab, plan.seed)
+    _, work = WORKLOADS["uniform"].draw(plan.num_warmups + 1, target.vocab, plan.seed + WARM_UP_SEED)
+    work = [Work(one.prompt[:WARM_UP_TOKENS], 4) for one in work]
     seen = None
     for extras in OPTIONAL:
         target.extras = {name: value for name, value in extras.items() if name != "ignore_eos" or plan.ignore_eos}
@@ -417,7 +421,7 @@ async def warm_up(target: Target, plan: Plan, tell: Tell) -> None:
         hint = "; a server that takes no token ids needs --prompts text" if refused else ""
         raise OctavoError(f"{target.endpoint.url} fails the first request: {seen.failure}, {seen.detail}{hint}")
     run = Run(target, None, plan.timeout_s, _counter(tell, f"{target.name}, warm-up", plan.num_warmups))
-    await run.go([Talk.single(one) for one in work[: plan.num_warmups]])
+    await run.go([Talk.single(one) for one in work[1:]])
 
 
 async def _first(target: Target, work: Work, timeout_s: float) -> Outcome:

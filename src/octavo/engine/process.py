@@ -145,7 +145,8 @@ class TierNews(Message):
 class EngineStats(Message):
     """The engine at one moment: pages and sequences now, and what it counted since the start.
 
-    `finished` has choices by reason, "error" included; it is the parent that counts them.
+    `finished` has choices by reason, "error" included; it is the parent that counts them. `slots_empty`: places in the
+    pages of running sequences that no token has.
     """
 
     num_running: int = 0
@@ -161,6 +162,7 @@ class EngineStats(Message):
     moves: TierStats = msgspec.field(default_factory=TierStats)
     tiers: TierNews = msgspec.field(default_factory=TierNews)
     finished: dict[str, int] = {}
+    slots_empty: int = 0
 
 
 class Ready(Message, tag=True):
@@ -537,6 +539,7 @@ def stats_of(engine: Engine) -> EngineStats:
             costs.load_s,
             costs.token_s,
         ),
+        slots_empty=core.scheduler.slots_empty,
     )
 
 

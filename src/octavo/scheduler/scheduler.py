@@ -81,6 +81,12 @@ class Scheduler:
         return self._num_waiting
 
     @property
+    def slots_empty(self) -> int:
+        """Places in the pages of running sequences that no token has."""
+        size = self.cache.block_size
+        return sum(len(one.table.pages) * size - one.num_computed for one in self.running if one.table is not None)
+
+    @property
     def num_running(self) -> int:
         return len(self._running) + len(self._aside) + len(self._parked) + len(self._loading)
 

@@ -245,6 +245,8 @@ class _Page(Collector):
         yield self._gauge("kv_pages", "Pages by state.", pages, "state")
         sizes = {holder: pages[state] * stats.page_bytes for holder, state in holders.items()}
         yield self._gauge("kv_cache_bytes", "Bytes of the page pool by class of holder.", sizes, "holder")
+        empty = stats.slots_empty * stats.token_bytes
+        yield self._gauge("kv_cache_empty_bytes", "Bytes of running sequences' pages that no token has.", empty)
         yield self._gauge("cache_config_info", "The cache's configuration.", 1, **self._cache_config)
 
         yield self._counter("prompt_tokens", "Tokens of the prompts that were computed or found.", seen.prompt_tokens)
