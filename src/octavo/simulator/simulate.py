@@ -210,10 +210,9 @@ class Timeline:
         self._distance = 0.01
 
     def take(self, core: EngineCore, now: float, stride: Stride | None) -> Sample:
-        scheduler, size = core.scheduler, core.cache.block_size
+        scheduler = core.scheduler
         pool, host, disk = core.cache.tier_pages().values()
-        empty = stride.slots_empty if stride is not None else 0
-        empty += sum(len(at.table.pages) * size - at.num_computed for at in scheduler.running if at.table is not None)
+        empty = scheduler.slots[1] + (stride.slots_empty if stride is not None else 0)
         waiting = scheduler.num_waiting
         sample = Sample(
             now, scheduler.num_running, waiting, pool.referenced, pool.cached, empty,
