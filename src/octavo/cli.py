@@ -533,7 +533,7 @@ def simulate(
     """
     from octavo.simulator import simulate as simulator
 
-    cost = _cost(calibration, model, gpu, tensor_parallel_size, engine)
+    cost, engine = _cost(calibration, model, gpu, tensor_parallel_size, engine)
     core = simulator.engine(engine, cost)
     arrivals = islice(_arrivals(trace, kind, requests, rate, chars_per_token, engine.seed), requests)
     whole = True
@@ -553,7 +553,10 @@ def simulate(
         raise typer.Exit(130)
 
 
-def _cost(calibration: Path | None, model: str | None, gpu: str, count: int, config: EngineConfig) -> Cost:
+def _cost(
+    calibration: Path | None, model: str | None, gpu: str, count: int, config: EngineConfig
+) -> tuple[Cost, EngineConfig]:
+    """What steps take, and the configuration with the pages of its layout."""
     from octavo.kv_format import ALIASES
     from octavo.planner.known import MODELS
     from octavo.simulator.cost import GPUS, Measured, Sheet
@@ -561,13 +564,18 @@ def _cost(calibration: Path | None, model: str | None, gpu: str, count: int, con
     if (calibration is None) == (model is None):
         raise ConfigError("model", "name either a well-known model, or a --calibration file")
     if calibration is not None:
-        return Measured.open(calibration).at(config.kv_cache_dtype, config.block_size)
+        if config.kv_layout == "contiguous":
+            if config.max_model_len is None:
+                raise ConfigError("max_model_len", "is what a reservation holds: kv_layout contiguous needs it here")
+            config = config.for_model(config.max_model_len)
+        return Measured.open(calibration).at(config.kv_cache_dtype, config.block_size), config
     dense = {name: shape.model for name, shape in MODELS.items() if shape.experts == 1}
     for option, name, known in (("model", model, dense), ("gpu", gpu, GPUS)):
         if name not in known:
             raise ConfigError(option, f"{name!r} is not known: there are {', '.join(known)}")
     dtype = ALIASES.get(config.kv_cache_dtype, config.kv_cache_dtype)
-    return Sheet(dense[str(model)], GPUS[gpu], count, dtype, config.block_size)
+    config = config.for_model(dense[str(model)].context_length)
+    return Sheet(dense[str(model)], GPUS[gpu], count, dtype, config.block_size), config
 
 
 def _arrivals(
