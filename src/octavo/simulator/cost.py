@@ -178,6 +178,14 @@ GPUS = {
 """From the makers' data sheets: the SXM boards of A100, H100, H200 and B200 (NVLink 3, 4 and 5), L40S, L4, A10G as AWS
 has it, MI300X. Half of the bidirectional rates of NVLink and PCIe; dense rates where sheets give sparse ones."""
 
+
+def processor(num_cores: int, memory_bytes: int) -> Gpu:
+    """So many cores of a processor, as a GPU. As the probe of docs/performance.md has it of two with AVX2; other ones
+    differ by much, so that this is good for comparing settings only.
+    """
+    return Gpu(memory_bytes, num_cores * 18e9, num_cores * 150e9, 1e12, 10e9)
+
+
 READ_SHARE, OPERATION_SHARE, LINK_SHARE = 0.8, 0.6, 0.7
 """Of a data sheet's rates, what good kernels are seen to reach."""
 STEP_S, COLLECTIVE_S = 2e-3, 10e-6
