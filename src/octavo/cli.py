@@ -482,13 +482,13 @@ PLANNED = (
     *("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
     *("kv_cache_memory_bytes", "swap_space", "kv_cache_dtype_skip_layers"),
 )
-SHAPE_HELP = "A config.json, a folder with one, a .gguf file, a catalogue name, or a well-known model (--list)."
+SHAPE_HELP = "A config.json, a folder with one, a .gguf file, a catalogue name, or a well-known model"
 
 
 @app.command(cls=Command)
 @takes(without=tuple(field.name for field in fields(EngineConfig) if field.name not in PLANNED))
 def plan(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=SHAPE_HELP)] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=f"{SHAPE_HELP} (--list).")] = None,
     lengths: Annotated[
         str, typer.Option(metavar="TOKENS,…", help="Tokens that a sequence holds; several with commas.")
     ] = "",
@@ -640,7 +640,7 @@ def simulate(
     """
     from octavo.simulator import simulate as simulator
 
-    cost = _cost(calibration, model, gpu, tensor_parallel_size, engine)
+    cost, engine = _cost(calibration, model, gpu, tensor_parallel_size, engine)
     core = simulator.engine(engine, cost)
     arrivals = islice(_arrivals(trace, kind, requests, rate, chars_per_token, engine.seed), requests)
     whole = True
@@ -660,7 +660,10 @@ def simulate(
         raise typer.Exit(130)
 
 
-def _cost(calibration: Path | None, model: str | None, gpu: str, count: int, config: EngineConfig) -> Cost:
+def _cost(
+    calibration: Path | None, model: str | None, gpu: str, count: int, config: EngineConfig
+) -> tuple[Cost, EngineConfig]:
+    """What steps take, and the configuration with the pages of its layout."""
     from octavo.kv_format import ALIASES
     from octavo.planner.known import MODELS
     from octavo.simulator.cost import GPUS, Measured, Sheet
@@ -668,13 +671,18 @@ def _cost(calibration: Path | None, model: str | None, gpu: str, count: int, con
     if (calibration is None) == (model is None):
         raise ConfigError("model", "name either a well-known model, or a --calibration file")
     if calibration is not None:
-        return Measured.open(calibration).at(config.kv_cache_dtype, config.block_size)
+        if config.kv_layout == "contiguous":
+            if config.max_model_len is None:
+                raise ConfigError("max_model_len", "is what a reservation holds: kv_layout contiguous needs it here")
+            config = config.for_model(config.max_model_len)
+        return Measured.open(calibration).at(config.kv_cache_dtype, config.block_size), config
     dense = {name: shape.model for name, shape in MODELS.items() if shape.experts == 1}
     for option, name, known in (("model", model, dense), ("gpu", gpu, GPUS)):
         if name not in known:
             raise ConfigError(option, f"{name!r} is not known: there are {', '.join(known)}")
     dtype = ALIASES.get(config.kv_cache_dtype, config.kv_cache_dtype)
-    return Sheet(dense[str(model)], GPUS[gpu], count, dtype, config.block_size)
+    config = config.for_model(dense[str(model)].context_length)
+    return Sheet(dense[str(model)], GPUS[gpu], count, dtype, config.block_size), config
 
 
 def _arrivals(
@@ -689,6 +697,144 @@ def _arrivals(
     else:
         arrivals = read(Path(trace), kind and kind.value, chars_per_token=chars_per_token)
     return arrivals if rate is None else paced(arrivals, rate, seed)
+
+
+ADVISED = (
+    *("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"),
+    *("swap_space", "kv_cache_dtype", "preemption_mode"),
+)
+
+
+class GoalName(StrEnum):
+    """The names in octavo.planner.advisor, for --help."""
+
+    throughput = "throughput"
+    latency = "latency"
+    tail = "tail"
+
+
+@app.command(cls=Command)
+@takes(without=tuple(field.name for field in fields(EngineConfig) if field.name not in ADVISED))
+def advise(
+    trace: Annotated[
+        str | None, typer.Argument(metavar="TRACE", help="A trace file, or a workload of octavo bench.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(metavar="MODEL", help=f"{SHAPE_HELP}.")] = None,
+    lengths: Annotated[
+        str,
+        typer.Option(metavar="IN+OUT,…", help="Instead of a trace: lengths of prompts and answers, equally frequent."),
+    ] = "",
+    shared_tokens: Annotated[int, typer.Option(min=0, help="With --lengths: tokens with which all prompts begin.")] = 0,
+    requests: Annotated[int, typer.Option(min=1, help="How many of the trace's requests.")] = 200,
+    rate: Annotated[
+        float | None, typer.Option(min=0, help="Requests a second, at random times; the default is the trace's times.")
+    ] = None,
+    kind: Annotated[TraceKind | None, typer.Option(help="The trace's format; the default tells by its start.")] = None,
+    chars_per_token: Annotated[float, typer.Option(min=0.1, help="Where a trace has texts only.")] = 4.0,
+    goal: Annotated[
+        GoalName | None,
+        typer.Option(
+            help="Tokens a second, the mean time of requests, or its 99th percentile; the default is throughput "
+            "where all requests come at once, else latency."
+        ),
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="On this GPU, by its data sheet; a wrong name lists them.")] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs that each layer is split over.")] = 1,
+    memory: Annotated[
+        int | None, typer.Option(parser=parse_bytes, metavar="SIZE", help="On a device with so much memory.")
+    ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="What steps take here: a file of octavo bench calibrate.")
+    ] = None,
+    host_memory: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_bytes,
+            metavar="SIZE",
+            help="Most that a host tier may take; the default is four times the pool.",
+        ),
+    ] = None,
+    allow_kv_quality_loss: Annotated[
+        bool, typer.Option("--allow-kv-quality-loss", help="Consider int4 keys and values too.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the advice as JSON.")] = False,
+    *,
+    engine: EngineConfig,
+) -> None:
+    """Recommend how to serve a workload, with the reason and the predicted gain of each choice.
+
+    Candidates are tried in the simulator; options of the engine are where the search begins, and win a tie. It says so
+    where paging buys nothing. Without --gpu, --memory and --calibration the advice is for this machine, its steps
+    roughly as docs/performance.md has them. docs/advice.md tells more.
+    """
+    from octavo.bench import trials
+    from octavo.engine.sizing import available_memory
+    from octavo.planner.memory import Device
+    from octavo.planner.report import advice_document, advice_lines
+    from octavo.simulator.cost import GPUS, MEMORY_SHARE, Measured, processor
+
+    if model is None:
+        raise InvalidRequest("model", "name one: octavo advise TRACE --model MODEL")
+    if (why := _nothing_to_page(Path(model).expanduser())) is not None:
+        screen.print(json.dumps({"model": model, "pays": False, "paging": [why]}, indent=1) if as_json else why)
+        return
+    shape = _shape(model)
+    if (trace is None) == (not lengths):
+        raise InvalidRequest("lengths", "give either a TRACE or --lengths")
+    if trace is not None:
+        name, arrivals = (
+            trace,
+            list(islice(_arrivals(trace, kind, requests, rate, chars_per_token, engine.seed), requests)),
+        )
+    else:
+        name, arrivals = lengths, trials.of_lengths(lengths, shared_tokens, requests, rate, engine.seed)
+    if gpu is not None and gpu not in GPUS:
+        raise ConfigError("gpu", f"{gpu!r} is not known: there are {', '.join(GPUS)}")
+    where: Device | int = available_memory()
+    if gpu is not None:
+        where = Device(gpu, memory or GPUS[gpu].memory_bytes, tensor_parallel_size, 1.0 if memory else MEMORY_SHARE)
+    elif memory is not None:
+        where = Device("given", memory, tensor_parallel_size)
+    if calibration is not None:
+        cost_of = trials.timed(shape, Measured.open(calibration))
+    else:
+        cores = processor(len(os.sched_getaffinity(0)), memory or available_memory())
+        cost_of = trials.sheet(shape, cores if gpu is None else GPUS[gpu], tensor_parallel_size)
+    columns = [TextColumn("Trials"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    with Progress(*columns, console=aside, transient=True, disable=not aside.is_terminal) as bar:
+        task = bar.add_task("")
+        found = trials.advice(
+            name,
+            shape,
+            engine,
+            arrivals,
+            where,
+            cost_of,
+            goal=goal.value if goal is not None else "",
+            quality_loss=allow_kv_quality_loss,
+            host_bytes=host_memory,
+            tell=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    if as_json:
+        screen.print(json.dumps(advice_document(model, found), indent=1))
+        return
+    for line in advice_lines(model, found):
+        screen.print(line)
+
+
+def _nothing_to_page(path: Path) -> str | None:
+    """Why a model's config.json, or a pipeline's model_index.json, has no use for pages."""
+    from octavo.planner.advisor import nothing_to_page
+
+    files = [path / "model_index.json", path / "config.json"] if path.is_dir() else [path]
+    for file in files:
+        if file.suffix == ".json" and file.is_file():
+            try:
+                raw = json.loads(_text(file))
+            except ValueError as error:
+                raise ModelError(file, f"cannot be read as JSON: {error}") from error
+            return nothing_to_page(raw) if isinstance(raw, dict) else None
+    return None
 
 
 @contextmanager
@@ -1413,7 +1559,18 @@ def _plain(value: Any) -> Any:
     return value._asdict() if isinstance(value, tuple) and hasattr(value, "_asdict") else value
 
 
-PLAIN_OPTIONS = {"file", "config", "gpu", "lengths", "shared_tokens", "tensor_parallel_size", "weight_dtype"}
+PLAIN_OPTIONS = {
+    "file",
+    "goal",
+    "memory",
+    "calibration",
+    "config",
+    "gpu",
+    "lengths",
+    "shared_tokens",
+    "tensor_parallel_size",
+    "weight_dtype",
+}
 
 
 def _as_option(error: OctavoError) -> str:
