@@ -38,6 +38,7 @@ from octavo.errors import (
     RequestTooLarge,
 )
 from octavo.models.tokenizer import Tokenizer
+from octavo.server import assets
 from octavo.server.keys import Caller, Keys
 from octavo.server.metrics import CONTENT_TYPE, Metrics, RequestMetrics
 from octavo.server.openapi import document
@@ -170,6 +171,7 @@ class Application:
             Route("/version", self._version, methods=["GET"]),
             Route("/metrics", self._metrics, methods=["GET"]),
             Route("/openapi.json", self._openapi, methods=["GET"]),
+            *(assets.routes() if self.config.ui else ()),
         ]
         middleware = [Middleware(_Watched, metrics=self.metrics, log=not self.config.disable_log_requests)]
         if self.config.allowed_origins:

@@ -46,6 +46,7 @@ class ServerConfig:
     disable_log_requests: log no line for each request.
     log_prompts: put prompts and answers into those lines.
     metrics_namespace: first part of the names at /metrics; vllm suits dashboards made for it.
+    ui: serve the memory view, a page for browsers, at /ui/; it shows what the key of its reader may see.
     """
 
     host: str = "127.0.0.1"
@@ -74,6 +75,7 @@ class ServerConfig:
     disable_log_requests: bool = False
     log_prompts: bool = False
     metrics_namespace: str = "octavo"
+    ui: bool = True
 
     def __post_init__(self) -> None:
         origins: list[str] = []
