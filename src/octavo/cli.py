@@ -178,7 +178,8 @@ PANELS = {
     ),
     **dict.fromkeys(("swap_space", "kv_offload_dir", "kv_offload_space", "restore", "preemption_mode"), "Memory tiers"),
     **dict.fromkeys(("session_ttl", "max_pinned_fraction", "kv_quota"), "Memory tiers"),
-    **dict.fromkeys(("disable_log_requests", "log_prompts", "metrics_namespace", "ui"), "Watching"),
+    **dict.fromkeys(("disable_log_requests", "log_prompts", "metrics_namespace"), "Watching"),
+    **dict.fromkeys(("no_ui", "ui_show_text"), "Watching"),
 }
 
 

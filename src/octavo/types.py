@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, get_args
 from octavo.errors import InvalidRequest
 
 FinishReason = Literal["stop", "length", "abort"]
+ToldPhase = Literal["waiting", "loading", "parked", "prefilling", "decoding"]
 GuideKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
 
 MAX_SEED = 2**64 - 1
@@ -343,6 +344,21 @@ class Output(NamedTuple):
     num_preemptions: int
     prompt_logprobs: Sequence[Sampled] | None = None
     score: float | None = None
+
+
+class RequestInfo(NamedTuple):
+    """How far a request has come. Of several choices: tokens of all of them, pages that any of them names, the phase of
+    the one that is furthest. `num_cached` is None until the first admission.
+    """
+
+    request_id: str
+    phase: ToldPhase
+    num_cached: int | None
+    num_computed: int
+    num_generated: int
+    max_tokens: int
+    num_pages: int
+    num_preemptions: int
 
 
 class SessionInfo(NamedTuple):

@@ -169,19 +169,21 @@ class CacheManager:
         resumed: bool = False,
         owner: str = "",
         session: Session | None = None,
+        request: str = "",
     ) -> Admission | Wait | None:
         """Reserve pages for all `tokens`, taking from the cache what is there.
 
         At most len(tokens) - 1 tokens count as computed: the last one's logits are needed. If all are found, its KV is
         not written again, so that even the last page stays shared. `spare` pages must remain available afterwards.
         Pages that lie below are brought back as far as that is cheaper than computing them. What is computed belongs to
-        `owner`. Returns Wait if a page that comes next is on its way already, None if there is no room.
+        `owner`; the table is for `request`. Returns Wait if a page that comes next is on its way already, None if there
+        is no room.
         """
         size, pool = self.block_size, self.pool
         if not (use_cache and self.enable_prefix_caching):
             if self.pages_for(len(tokens)) + spare > pool.num_available:
                 return None
-            table = self._open(PageTable(self.index.root(identity), array("i"), owner))
+            table = self._open(PageTable(self.index.root(identity), array("i"), owner, request, session))
             self._grow(table, self.pages_for(len(tokens)))
             return Admission(table, 0, 0)
 
@@ -207,7 +209,8 @@ class CacheManager:
         if source is not None:
             self._acquire(source)
         places = self.tiers.hold(below)
-        table = self._open(PageTable(nodes[-1] if nodes else match.root, array("i", hits), owner))
+        table = PageTable(nodes[-1] if nodes else match.root, array("i", hits), owner, request, session)
+        self._open(table)
         table.num_indexed = len(nodes)
         self._grow(table, len(hits) + num_new)
         if below:
@@ -223,8 +226,7 @@ class CacheManager:
             self.stats.queried_tokens += len(tokens)
             self.stats.hit_tokens += num_computed
             if session is not None:
-                session.queried_tokens += len(tokens)
-                session.hit_tokens += num_computed
+                self.sessions.asked(session, len(tokens), num_computed)
         self._promise(table, tokens)
         return Admission(table, num_computed, max(found, num_computed))
 
@@ -246,6 +248,8 @@ class CacheManager:
                 return True
             if stop <= room + self.block_size and pool.num_free:  # as nearly always, one page from those free
                 pages.append(self._take())
+                if self.tiers.watch is not None:
+                    self.tiers.watch.hold(table, pages[-1:])
                 return True
         num_new = self.pages_for(stop) - len(pages)
         at = start // self.block_size
@@ -255,6 +259,8 @@ class CacheManager:
         if copy:
             shared = pages[at]
             pages[at] = self._take()
+            if self.tiers.watch is not None:
+                self.tiers.watch.swap(table, shared, pages[at])
             self._copy(shared, pages[at])
             self._release(shared)
         table.tail_shared = False
@@ -278,10 +284,10 @@ class CacheManager:
             if child is None:
                 child = self.index.insert(node, key, Place(Tier.DEVICE, pages[at]), table.owner)
             elif child.page == NOWHERE:
-                child.owner = child.owner or table.owner
+                self.index.own(child, table.owner)
                 self.index.put(child, Place(Tier.DEVICE, pages[at]))
             elif child.page != pages[at]:
-                self.tiers.replace(pages, at, child.page)
+                self.tiers.replace(pages, at, child.page, table)
                 self.stats.pages_merged += 1
             node = child
         table.node = node
@@ -290,7 +296,7 @@ class CacheManager:
 
     def fork(self, table: PageTable) -> PageTable:
         """A second table over the same pages, the one being filled included; whoever writes first copies it."""
-        twin = PageTable(table.node, table.pages[:], table.owner)
+        twin = PageTable(table.node, table.pages[:], table.owner, table.request, table.session)
         twin.num_indexed = table.num_indexed
         twin.tail_shared = table.tail_shared = True
         for page in table.pages:
@@ -308,6 +314,8 @@ class CacheManager:
             table.load.table = None
         if session is not None and table.load is None:
             self.sessions.follow(session, table.node)
+        if self.tiers.watch is not None:
+            self.tiers.watch.let_go(table)
         self.tiers.release_pages(reversed(table.pages))
         del self.tables[table]
         del table.pages[:]
@@ -323,14 +331,19 @@ class CacheManager:
 
     def _open(self, table: PageTable) -> PageTable:
         self.tables[table] = None
+        if self.tiers.watch is not None:
+            self.tiers.watch.hold(table, table.pages)
         return table
 
     def _grow(self, table: PageTable, num_pages: int) -> None:
-        free = self.pool.take_free(num_pages - len(table.pages))
+        before = len(table.pages)
+        free = self.pool.take_free(num_pages - before)
         table.pages.extend(free)
         self._taken(len(free))
         for _ in range(num_pages - len(table.pages)):
             table.pages.append(self._take())
+        if self.tiers.watch is not None:
+            self.tiers.watch.hold(table, table.pages[before:])
 
     def _take(self) -> int:
         if self.pool.num_free == 0:

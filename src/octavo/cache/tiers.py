@@ -18,12 +18,15 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from octavo.cache.page_table import PageTable
 from octavo.cache.pages import PagePool
 from octavo.cache.prefix import NOWHERE, Node, PrefixIndex
 from octavo.types import AwaitMove, Moved, MovePage, PageOp, Place, Tier
+
+if TYPE_CHECKING:
+    from octavo.cache.watch import Watch
 
 AHEAD = 64
 """Pages that are kept ready to leave a tier at once, because a copy lies below, when none are free; at most a quarter
@@ -157,6 +160,7 @@ class Tiers:
         self._saving: set[int] = set()
         self._block_size = block_size
         self._next_number = 0
+        self.watch: Watch | None = None
         self._quota = int(pools[Tier.DEVICE].num_pages * quota) if quota < 1 else None
         # with a quota: each owner's cached device pages, coldest first, and who has too many of them
         self._idle: dict[str, OrderedDict[int, None]] = {}
@@ -188,9 +192,11 @@ class Tiers:
         self._not_idle(place)
         self.pools[place.tier].acquire(place.page)
 
-    def replace(self, pages: MutableSequence[int], at: int, page: int) -> None:
-        """Hold another page of the device tier in place of one."""
+    def replace(self, pages: MutableSequence[int], at: int, page: int, table: PageTable | None = None) -> None:
+        """Hold another page of the device tier in place of one; `pages` may be a table's."""
         own, pages[at] = pages[at], page
+        if table is not None and self.watch is not None:
+            self.watch.swap(table, own, page)
         self.acquire(Place(Tier.DEVICE, page))
         self.release(Place(Tier.DEVICE, own))
 
@@ -370,7 +376,7 @@ class Tiers:
         load = Load(table, first, nodes, table.pages[first : first + len(nodes)].tolist(), sources)
         for at, (node, page, source) in enumerate(zip(nodes, load.pages, sources, strict=True)):
             node.load = load
-            node.owner = node.owner or table.owner  # nobody knows whose it was before a restart
+            self.index.own(node, table.owner)
             target = Place(Tier.DEVICE, page)
             self.acquire(target)
             move = self._move(node, source, target)
@@ -429,7 +435,7 @@ class Tiers:
                 continue
             self.replace(load.pages, at, node.page)  # somebody has computed it meanwhile
             if load.table is not None:
-                self.replace(load.table.pages, load.first + at, node.page)
+                self.replace(load.table.pages, load.first + at, node.page, load.table)
         for at in reversed(range(len(load.nodes))):
             node, source = load.nodes[at], load.sources[at]
             if not load.arrived[at] and node.places[source.tier] == source.page:

@@ -57,6 +57,7 @@ from octavo.engine.process import (
     error_of,
     framed,
 )
+from octavo.engine.watching import Mapped, Watch
 from octavo.errors import EngineDead, InvalidRequest, Overloaded, RequestFailed, UnknownSession
 from octavo.models.tokenizer import Tokenizer
 from octavo.models.weights import open_checkpoint
@@ -167,7 +168,7 @@ def _as_it_is(stream: RequestStream[Output], output: Output, now: float) -> Outp
 class AsyncLLM:
     """An engine in a child process. Made by `start`, ended by `close`.
 
-    `on_step` is called after each step that computed tokens, with how many.
+    `on_step` is called after each step that computed tokens, with how many; `on_map` with what a watched engine tells.
 
     If the child dies, every open stream raises EngineDead and the child is started again, once; when that one dies too,
     `on_fatal` is called with the reason and every later `submit` raises EngineDead. A child that has work and says
@@ -193,6 +194,8 @@ class AsyncLLM:
         self._step_timeout = step_timeout
         self._on_fatal = on_fatal
         self.on_step: Callable[[int], None] = lambda num_tokens: None
+        self.on_map: Callable[[Mapped], None] = lambda news: None
+        self._watched = False
         self._streams: dict[str, RequestStream[Any]] = {}
         self._asked: dict[int, _Asked] = {}
         self._num_asked = 0
@@ -254,6 +257,14 @@ class AsyncLLM:
     def num_open(self) -> int:
         """Requests that have not ended."""
         return len(self._streams)
+
+    def num_open_of(self, tenant: str) -> int:
+        """Those of one tenant."""
+        return sum(stream.request.tenant == tenant for stream in self._streams.values())
+
+    def stream(self, request_id: str) -> RequestStream[Any] | None:
+        """The stream of a request that has not ended."""
+        return self._streams.get(request_id)
 
     @property
     def num_queued(self) -> int:
@@ -343,6 +354,15 @@ class AsyncLLM:
         saved = await self._ask(Save)
         assert isinstance(saved, Saved)
         return saved
+
+    def watch(self, on: bool) -> None:
+        """Have the engine tell `on_map` what becomes of its pages, beginning with all of them, or end that.
+
+        An engine that is started again begins anew.
+        """
+        self._watched = on
+        if self._up.is_set():
+            self._child.send(framed(Watch(on)))
 
     async def drain(self, timeout_s: float) -> int:
         """Take no more requests and wait for what is under way; after `timeout_s` the rest fail. Returns how many."""
@@ -452,6 +472,8 @@ class AsyncLLM:
                     self._deliver(output, reply.ended)
             case Changed(stats):
                 self._stats = stats
+            case Mapped():
+                self.on_map(reply)
             case Accepted(request_id):
                 if (stream := self._streams.get(request_id)) is not None and not stream._accepted.done():
                     stream._accepted.set_result(None)
@@ -530,6 +552,8 @@ class AsyncLLM:
         self.limits, self._stats = child.ready.limits, child.ready.stats
         child.on_death = self._died
         self._up.set()
+        if self._watched:
+            self.watch(True)
 
     def _died(self, cause: str) -> None:
         """The child is gone without having been told to go."""

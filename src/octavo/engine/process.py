@@ -3,8 +3,9 @@
 Owns the messages of that socket, their framing, and the child's loop. Requests come as token ids and answers leave as
 token ids: nothing here tokenises, renders or waits for a client. The parent's side is `octavo.engine.async_llm`.
 
-    parent ── Launch, Add, Abort, Finish, ListSessions, TouchSession, Save, Stop ──►  child
-           ◄── Ready | Failed, Accepted, Refused, Broke, Stepped, Changed, Sessions, Saved, Denied, Logged, Crashed ──
+    parent ── Launch, Add, Abort, Finish, ListSessions, TouchSession, Save, Watch, Stop ──►  child
+           ◄── Ready | Failed, Accepted, Refused, Broke, Stepped, Changed, Mapped,
+               Sessions, Saved, Denied, Logged, Crashed ──
 
 The child steps while there is work and sleeps in `poll` while there is none. It leaves when the parent does, however
 the parent ended, and leaves signals that stop a service to the parent.
@@ -37,6 +38,7 @@ from octavo.cache.tiers import TierStats
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.llm import Engine, assemble
+from octavo.engine.watching import Mapped, Observing, Watch
 from octavo.errors import (
     ConfigError,
     InvalidRequest,
@@ -130,7 +132,8 @@ class Stop(Message, tag=True):
 
 
 class TierNews(Message):
-    """The tiers at one moment: their pages, those of them that are pinned, and what it takes here to have them again.
+    """The tiers at one moment: their pages, those of them that are pinned, and those cached that a session may come
+    back for; and what it takes here to have them again.
 
     `load_s` is the time to bring back a page of each tier below the pool, `token_s` that to compute a token.
     """
@@ -140,6 +143,7 @@ class TierNews(Message):
     num_sessions: int = 0
     load_s: dict[Tier, float] = {}
     token_s: float = 0.0
+    num_kept: dict[Tier, int] = msgspec.field(default_factory=lambda: dict.fromkeys(Tier, 0))
 
 
 class EngineStats(Message):
@@ -259,9 +263,9 @@ class Crashed(Message, tag=True):
     trace: str
 
 
-Command = Launch | Add | Abort | Finish | ListSessions | TouchSession | Save | Stop
+Command = Launch | Add | Abort | Finish | ListSessions | TouchSession | Save | Watch | Stop
 Answer = Sessions | Saved | Denied
-Reply = Ready | Failed | Accepted | Refused | Broke | Stepped | Changed | Answer | Logged | Crashed
+Reply = Ready | Failed | Accepted | Refused | Broke | Stepped | Changed | Mapped | Answer | Logged | Crashed
 
 _ERRORS: dict[str, type[Any]] = {
     error.__name__: error
@@ -288,7 +292,7 @@ def _told(error: Exception) -> tuple[str, str, str]:
 _encoder = msgspec.msgpack.Encoder()
 
 
-def framed(message: Message) -> bytes:
+def framed(message: msgspec.Struct) -> bytes:
     """A message as it travels: its length in four bytes, then the message."""
     frame = bytearray()
     _encoder.encode_into(message, frame, 4)
@@ -329,7 +333,7 @@ class Channel:
         self._queue: deque[bytes] = deque()  # any thread may log
         self._unsent = bytearray()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: msgspec.Struct) -> None:
         """Add a message to what `flush` sends. Any thread may."""
         self._queue.append(framed(message))
 
@@ -350,12 +354,16 @@ class Channel:
             select.select([], [self._socket], [])
             self.flush()
 
-    def receive(self, *, wait: bool) -> list[Command]:
-        """The commands that have come; with `wait`, sleep until there are bytes. Raises EOFError after the last one."""
+    def receive(self, *, wait: bool, until: float | None = None) -> list[Command]:
+        """The commands that have come; with `wait`, sleep until there are bytes, or it is `until` (time.monotonic()).
+
+        Raises EOFError after the last one.
+        """
         while wait:
-            readable, _, _ = select.select([self._socket], [self._socket] if self._unsent else [], [])
+            left = None if until is None else max(until - time.monotonic(), 0.0)
+            readable, _, _ = select.select([self._socket], [self._socket] if self._unsent else [], [], left)
             self.flush()
-            wait = not readable
+            wait = not readable and (until is None or time.monotonic() < until)
         try:
             data = self._socket.recv(CHUNK)
         except BlockingIOError:
@@ -395,6 +403,7 @@ def serve(engine: Engine, channel: Channel) -> None:
     core = engine.core
     compiling: list[tuple[Future[None], Add]] = []
     saving: _Saving | None = None
+    observing = Observing(core, channel.send)
 
     def planned() -> None:
         channel.send(Changed(stats_of(engine)))
@@ -404,7 +413,7 @@ def serve(engine: Engine, channel: Channel) -> None:
         channel.send(_broke(request_id, error))
 
     while True:
-        commands = channel.receive(wait=not core.has_work and not compiling)
+        commands = channel.receive(wait=not core.has_work and not compiling, until=observing.due_at)
         core.tick(time.monotonic())
         for command in commands:
             match command:
@@ -429,6 +438,8 @@ def serve(engine: Engine, channel: Channel) -> None:
                         channel.send(denied)
                     else:
                         saving = _Saving(time.monotonic(), core.saving + core.save_failed, [number])
+                case Watch(on):
+                    observing.turn(on)
                 case Stop():
                     core.close()
                     return
@@ -449,6 +460,7 @@ def serve(engine: Engine, channel: Channel) -> None:
             for number in saving.numbers:
                 channel.send(Saved(number, written, core.save_failed, seconds))
             saving = None
+        observing.tell(time.monotonic())
         channel.flush()
 
 
@@ -536,6 +548,7 @@ def stats_of(engine: Engine) -> EngineStats:
             len(core.cache.sessions),
             costs.load_s,
             costs.token_s,
+            {tier: pool.num_kept for tier, pool in zip(Tier, core.cache.tiers.pools, strict=True)},
         ),
     )
 

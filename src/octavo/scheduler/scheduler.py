@@ -10,8 +10,9 @@ from __future__ import annotations
 from array import array
 from collections import abc
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from operator import attrgetter
+from heapq import heappop, heappush, nsmallest
+from itertools import chain, islice
+from operator import attrgetter, itemgetter
 
 from octavo.cache.manager import Admission, CacheManager, Wait
 from octavo.config import EngineConfig
@@ -20,7 +21,18 @@ from octavo.scheduler.beam import Step, advance
 from octavo.scheduler.limits import Limits
 from octavo.scheduler.policy import fair_shares, victim
 from octavo.scheduler.sequence import Group, Phase, Sequence
-from octavo.types import MAX_SEED, Draw, FinishReason, Output, Request, Sampled, Slice, StepPlan, StepResult
+from octavo.types import (
+    MAX_SEED,
+    Draw,
+    FinishReason,
+    Output,
+    Request,
+    RequestInfo,
+    Sampled,
+    Slice,
+    StepPlan,
+    StepResult,
+)
 
 MIN_SHARE = 64
 """No prompt is admitted beside others if each would then get fewer tokens a step than this."""
@@ -96,6 +108,15 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._groups)
+
+    def infos(self, limit: int) -> list[RequestInfo]:
+        """Up to so many requests: those that run, then those that wait, each in order of service."""
+        held = chain(self._running.values(), self._loading.values(), self._aside.values(), self._parked.values())
+        groups = dict.fromkeys(sequence.group for sequence in sorted(held, key=attrgetter("key")))
+        if len(groups) < limit:
+            queue = (entry for entry in self._waiting if entry[1].phase is Phase.WAITING)
+            groups |= dict.fromkeys(at.group for _, at in nsmallest(limit - len(groups), queue, key=itemgetter(0)))
+        return [group.info() for group in islice(groups, limit)]
 
     # ── requests ──
 
@@ -290,6 +311,7 @@ class Scheduler:
                 resumed=group.num_cached_tokens is not None,
                 owner=group.request.tenant,
                 session=group.session,
+                request=group.request.request_id,
             )
             if admission is not None or self._running or self._aside or self._loading:
                 break

@@ -88,6 +88,7 @@ async def _serve(path: Path, model: str, server: ServerConfig, engine: EngineCon
         llm = await starting
         try:
             app = Application(llm, server, model)
+            app.feed.start()
             web = uvicorn.Server(_Uvicorn(app, server))
             web.capture_signals = _no_signals  # type: ignore[method-assign]
             web._log_started_message = lambda listeners: None  # type: ignore[method-assign]
@@ -96,7 +97,7 @@ async def _serve(path: Path, model: str, server: ServerConfig, engine: EngineCon
                 await asyncio.sleep(0.005)
             url = _url(server, sock)
             fields = {"url": url, "models": list(app.names), "pid": os.getpid()}
-            if server.ui and server.uds is None:
+            if not server.no_ui and server.uds is None:
                 fields["memory_view"] = f"{url}/ui/"
             _log.info("ready", extra={"fields": fields})
             dying = asyncio.ensure_future(failed.wait())
@@ -113,6 +114,7 @@ async def _serve(path: Path, model: str, server: ServerConfig, engine: EngineCon
 async def _drain(app: Application, web: uvicorn.Server, timeout_s: float) -> None:
     """Take no new requests, and see those under way to their end."""
     app.draining = True
+    app.feed.end()
     _log.info("draining", extra={"fields": {"open": app.num_open, "timeout_s": timeout_s}})
     start = time.monotonic()
     cut = await app.llm.drain(timeout_s)

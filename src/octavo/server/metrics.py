@@ -21,6 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from octavo.errors import ConfigError
+from octavo.server.recent import Recent
 from octavo.types import Tier
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ class Metrics:
         self.max_tokens = Histogram(lengths)
         self.n = Histogram(CHOICES)
         self.step_tokens = Histogram(STEP_TOKENS)
+        self.recent_first_token_s = Recent()
+        self.recent_token_s = Recent()
         self.prompt_tokens = 0
         self.responses: dict[int, int] = {}
         self._registry = CollectorRegistry(auto_describe=False)
@@ -170,9 +173,12 @@ class RequestMetrics:
             if self._longest == 0:
                 metrics.prompt_tokens += self._num_prompt_tokens
             metrics.first_token_s.observe(now - self._arrived)
+            metrics.recent_first_token_s.observe(now - self._arrived, now)
             choice.first, choice.queue_s = now, queue_s
         else:
-            metrics.token_s.observe((now - choice.last) / max(count, 1))
+            between = (now - choice.last) / max(count, 1)
+            metrics.token_s.observe(between)
+            metrics.recent_token_s.observe(between, now)
         choice.last = now
         choice.num_tokens += count
         self._longest = max(self._longest, choice.num_tokens)

@@ -1,0 +1,305 @@
+"""Watch: what every page is in at the moment and who holds it, told change by change.
+
+    pool, index, sessions ──note what changed──► Watch.news ──► runs of pages that are now in another cell
+
+While somebody watches, whatever changes a page notes its number, and nothing else; `news` looks at those pages only and
+tells the ones that are not as it told them before. So watching costs what changes, and nothing is scanned. A *cell* is
+a page's state and its holder in one number: state | holder << 3.
+
+It changes no page, and reads no clock.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from enum import IntEnum
+from itertools import islice
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from octavo.cache.page_table import PageTable
+from octavo.cache.prefix import Node
+from octavo.cache.sessions import Session
+from octavo.types import Tier
+
+if TYPE_CHECKING:
+    from octavo.cache.manager import CacheManager
+
+STATE_BITS = 3
+STATE = (1 << STATE_BITS) - 1
+
+
+class State(IntEnum):
+    """What a page is in: the first of these, from MOVING up, that is true of it."""
+
+    FREE = 0
+    ACTIVE = 1  # in use, by one
+    SHARED = 2  # in use, by several
+    PINNED = 3  # held by a pin
+    IDLE = 4  # nobody's, on the path of one session
+    CACHED = 5  # nobody's, of no session
+    MOVING = 6  # to be written by a copy that is under way
+    SHARED_IDLE = 7  # nobody's, on the paths of several sessions
+
+
+class Party(NamedTuple):
+    """Whose a page is, where that is no session: a request's, what a tenant left, or several sessions' together.
+
+    `tenant` is "" of what more than one tenant may share.
+    """
+
+    kind: Literal["request", "prefix", "shared"]
+    tenant: str
+    request: str = ""
+
+
+Key = Session | Party
+
+
+class Holder(NamedTuple):
+    """A holder as it is told. A session's `last_use` and `pinned_until` (0: no pin) are in the seconds of `tick`."""
+
+    id: int
+    kind: Literal["session", "request", "prefix", "shared"]
+    tenant: str
+    name: str
+    num_running: int = 0
+    last_use: float = 0.0
+    pinned_until: float = 0.0
+    num_requests: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+
+
+class News(NamedTuple):
+    """What changed. `runs` has (first page, how many, their cell) for each tier, one after the other.
+
+    `counts` are the pages of each tier by state. `complete` is whether that is all: a Watch that has just begun tells
+    the pages there are in several pieces.
+    """
+
+    runs: tuple[array[int], ...]
+    counts: tuple[list[int], ...]
+    holders: list[Holder]
+    gone: list[int]
+    num_saved: int
+    complete: bool
+
+
+class Watch:
+    """Begins with all pages untold, that is, thought free. Nothing is noted before `start` and after `stop`."""
+
+    def __init__(self, manager: CacheManager) -> None:
+        tiers = manager.tiers
+        self._tiers, self._index, self._sessions, self._pools = tiers, manager.index, manager.sessions, tiers.pools
+        self._told = tuple(array("I", bytes(4 * pool.num_pages)) for pool in tiers.pools)
+        self._counts = tuple([pool.num_pages, *([0] * STATE)] for pool in tiers.pools)
+        self._more = array("I", bytes(4 * manager.num_pages))  # holders beyond the first, of device pages
+        self._num_saved = 0
+        self._tables: dict[int, PageTable | dict[PageTable, None]] = {}
+        self._ids: dict[Key, int] = {}
+        self._keys: dict[int, Key] = {}
+        self._num_cells: dict[int, int] = {}
+        self._num_ids = 0
+        for table in manager.tables:
+            self.hold(table, table.pages)
+        self._changed = tuple(set(range(pool.num_used)) for pool in tiers.pools)
+        self._touched: set[Session] = set()
+
+    def start(self) -> None:
+        """Somebody watches."""
+        for pool, changed in zip(self._pools, self._changed, strict=True):
+            pool.changed = changed
+        self._index.changed, self._sessions.changed, self._tiers.watch = self._changed, self._touched, self
+
+    def stop(self) -> None:
+        """Nobody watches any more."""
+        for pool in self._pools:
+            pool.changed = None
+        self._index.changed = self._sessions.changed = self._tiers.watch = None
+
+    @property
+    def num_changed(self) -> int:
+        """Pages to be looked at."""
+        return sum(map(len, self._changed))
+
+    # ── tables, which know their pages, while pages do not know them ──
+
+    def hold(self, table: PageTable, pages: Iterable[int]) -> None:
+        """The table names these pages too."""
+        tables = self._tables
+        for page in pages:
+            held = tables.setdefault(page, table)
+            if held is table:
+                continue
+            if isinstance(held, PageTable):
+                tables[page] = {held: None, table: None}
+            else:
+                held[table] = None
+
+    def let_go(self, table: PageTable) -> None:
+        """The table names no page any more."""
+        for page in table.pages:
+            self._drop(table, page)
+
+    def swap(self, table: PageTable, old: int, new: int) -> None:
+        """The table names one page in place of another."""
+        self._drop(table, old)
+        self.hold(table, (new,))
+
+    def _drop(self, table: PageTable, page: int) -> None:
+        held = self._tables[page]
+        if held is table:
+            del self._tables[page]
+        elif not isinstance(held, PageTable):
+            del held[table]
+            if len(held) == 1:
+                self._tables[page] = next(iter(held))
+
+    def tables_of(self, page: int) -> Iterable[PageTable]:
+        """Those that name a page of the device tier."""
+        held = self._tables.get(page, ())
+        return (held,) if isinstance(held, PageTable) else held
+
+    # ── what is told ──
+
+    def news(self, limit: int = 1 << 30) -> News:
+        """What changed since the last news. Looks at `limit` pages at most, and at the rest the next time."""
+        left, complete = limit, True
+        coming = self._coming()
+        for tier, page in coming:
+            self._changed[tier].add(page)
+        runs: list[array[int]] = []
+        new: dict[int, None] = {}
+        maybe_gone: set[int] = set()
+        for tier, changed in zip(Tier, self._changed, strict=True):
+            chosen = sorted(islice(changed, left))
+            if len(chosen) == len(changed):
+                changed.clear()
+            else:
+                changed.difference_update(chosen)
+                complete = False
+            left -= len(chosen)
+            runs.append(self._tell(tier, chosen, coming, new, maybe_gone))
+        gone = [number for number in sorted(maybe_gone) if not self._num_cells[number]]
+        for number in gone:
+            del self._ids[self._keys.pop(number)], self._num_cells[number]
+        for session in self._touched:
+            if (number := self._ids.get(session, 0)) != 0:
+                new[number] = None
+        self._touched.clear()
+        holders = [self._holder(number) for number in new if number in self._keys]
+        counts = tuple(counts[:] for counts in self._counts)
+        return News(tuple(runs), counts, holders, gone, self._num_saved, complete)
+
+    def _tell(
+        self,
+        tier: Tier,
+        pages: list[int],
+        coming: dict[tuple[int, int], Node | None],
+        new: dict[int, None],
+        maybe_gone: set[int],
+    ) -> array[int]:
+        """The runs of these pages, in ascending order, whose cells are new; notes whose they were and are."""
+        told, counts, ids, num_cells = self._told[tier], self._counts[tier], self._ids, self._num_cells
+        runs = array("I")
+        end = last = -1
+        for page in pages:
+            state, key = self.describe(tier, page, coming)
+            number = 0
+            if key is not None:
+                number = ids.get(key, 0)
+                if not number:
+                    self._num_ids += 1
+                    number = ids[key] = self._num_ids
+                    self._keys[number] = key
+                    num_cells[number] = 0
+                    new[number] = None
+            cell, before = state | number << STATE_BITS, told[page]
+            if cell == before:
+                continue
+            told[page] = cell
+            counts[before & STATE] -= 1
+            counts[state] += 1
+            if number:
+                num_cells[number] += 1
+            if before > STATE:
+                num_cells[before >> STATE_BITS] -= 1
+                maybe_gone.add(before >> STATE_BITS)
+            if page == end and cell == last:
+                runs[-2] += 1
+            else:
+                runs.extend((page, 1, cell))
+                last = cell
+            end = page + 1
+        return runs
+
+    def describe(self, tier: Tier, page: int, coming: dict[tuple[int, int], Node | None]) -> tuple[State, Key | None]:
+        """A page's state, and whose it is."""
+        node = self._index.page_nodes(tier).get(page)
+        if tier is Tier.DEVICE:
+            held = self._tables.get(page)
+            num_tables = 0 if held is None else 1 if isinstance(held, PageTable) else len(held)
+            more = max(num_tables, node.num_sessions if node is not None else 0, 1) - 1
+            if more != self._more[page]:
+                self._num_saved += more - self._more[page]
+                self._more[page] = more
+        else:
+            held, num_tables = None, 0
+        if not self._pools[tier].refs(page):
+            if node is None:
+                return State.FREE, None
+            if node.num_sessions == 1:
+                return State.IDLE, self._sessions.leader(node)
+            if node.num_sessions:
+                return State.SHARED_IDLE, _shared(node)
+            return State.CACHED, Party("prefix", node.owner)
+        moves = (tier, page) in coming
+        if moves:
+            node = coming[tier, page]
+        key = self._key(node, held)
+        if moves:
+            return State.MOVING, key
+        if (tier, page) in self._sessions.pins:
+            return State.PINNED, key
+        several = num_tables > 1 or (isinstance(key, Party) and key.kind == "shared")
+        return State.SHARED if several else State.ACTIVE, key
+
+    def _key(self, node: Node | None, held: PageTable | dict[PageTable, None] | None) -> Key | None:
+        """Whose a page in use is: of all tables that name it and all sessions that lead through it, if that is one."""
+        key: Key | None = None
+        if node is not None and node.num_sessions:
+            if node.num_sessions > 1:
+                return _shared(node)
+            key = self._sessions.leader(node)
+        for table in (held,) if isinstance(held, PageTable) else held or ():
+            own = table.session or Party("request", table.owner, table.request)
+            if key is None:
+                key = own
+            elif key != own:
+                return _shared(node if node is not None else table.node)
+        if key is None and node is not None:
+            return Party("prefix", node.owner)
+        return key
+
+    def _coming(self) -> dict[tuple[int, int], Node | None]:
+        """Pages that a copy under way is to write, and the nodes that they are to be found by."""
+        coming: dict[tuple[int, int], Node | None] = {
+            move.target: move.node for move in self._tiers.moves.values() if move.load is None
+        }
+        for load in self._tiers.loads:
+            coming |= {(Tier.DEVICE, page): node for page, node in zip(load.pages, load.nodes, strict=True)}
+        return coming
+
+    def _holder(self, number: int) -> Holder:
+        key = self._keys[number]
+        if isinstance(key, Party):
+            return Holder(number, key.kind, key.tenant, key.request, int(key.kind == "request"))
+        return Holder(
+            *(number, "session", key.tenant, key.name, key.num_running, key.last_use),
+            *(self._sessions.pinned_until(key), key.num_requests, key.queried_tokens, key.hit_tokens),
+        )
+
+
+def _shared(node: Node) -> Party:
+    return Party("shared", node.root.tenant if node.root is not None else "")
