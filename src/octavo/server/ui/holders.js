@@ -82,7 +82,7 @@ export class Holders {
     const idle = h("td", { class: "n" }), hits = h("td", { class: "n" });
     const actions = h("td", { class: "do" });
     const row = h("tr", {}, h("th", { scope: "row" }, button, h("span", { class: "sub" }, state, tenant)), h("td", { class: "n held" }, held, lengths), share, idle, hits, actions);
-    let now = first, pin;
+    let now = first, pin, demote;
     button.addEventListener("click", () => {
       this.picked = this.picked === now.id ? null : now.id;
       this.light(this.picked);
@@ -111,9 +111,11 @@ export class Holders {
       if (of.kind === "session" && !actions.children.length) {
         const act = (verb, title) => h("button", { type: "button", title, "aria-label": `${verb} ${shown}`, click: () => this.act(verb.toLowerCase(), now) }, verb);
         pin = h("button", { type: "button", click: () => this.act(pool.pinned(now) > 0 ? "unpin" : "pin", now) }, "Pin");
-        actions.append(pin, act("Demote", "Its idle pages leave the device for the next tier"), act("Release", "Drop its idle pages everywhere, and forget it"));
+        demote = act("Demote", "Its idle pages leave the device for the next tier");
+        actions.append(pin, demote, act("Release", "Drop its idle pages everywhere, and forget it"));
       }
       if (pin) {
+        demote.hidden = pool.tiers.length < 2;
         say(pin, pinned > 0 ? "Unpin" : "Pin");
         pin.setAttribute("aria-label", `${pin.textContent} ${shown}`);
         pin.title = pinned > 0 ? "Let its pages go when others need room" : "Its pages stay where they are for 10 minutes";

@@ -3,7 +3,7 @@
 import { $, bar, bdi, fill, h, Rows, say } from "./dom.js";
 import { count, name, percent, quick, span } from "./words.js";
 
-const SHOWN = 30;
+const SHOWN = 30, TOLD = 200; // rows here, and requests that the feed tells of
 const PHASES = { waiting: "waiting", loading: "loading pages", prefilling: "reading the prompt", decoding: "answering", parked: "swapped out" };
 
 export class Requests {
@@ -27,7 +27,7 @@ export class Requests {
     if (!pool.stats) return;
     const items = pool.requests.slice(0, SHOWN);
     this.rows.show(items, (of) => of.id);
-    const left = Math.max((pool.numRequests ?? 0) - items.length, 0);
+    const left = Math.max(pool.requests.length, pool.requests.length < TOLD ? 0 : pool.numRequests) - items.length;
     say($("requests-more"), !items.length ? "Nothing runs and nothing waits." : left ? `${count(left)} more run or wait` : "");
   }
 

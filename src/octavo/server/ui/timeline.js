@@ -117,7 +117,7 @@ export class Timeline {
       before = sample;
     }
     const times = samples.map((sample) => sample.time);
-    const sums = samples.map((sample) => (sample.gap || !sample[this.tier] ? null : 0));
+    const sums = samples.map((sample) => (sample[this.tier]?.free === undefined ? null : 0));
     const stack = DRAWN.map((state) => samples.map((sample, i) => {
       if (sums[i] === null) return null;
       sums[i] += sample[this.tier][state];
@@ -192,7 +192,7 @@ export class Timeline {
     const sample = this.samples[at ?? last];
     say(this.when, sample && at !== null && at !== undefined ? clock(sample.time, true) : "now");
     const of = sample?.[this.tier];
-    DRAWN.forEach((state, i) => say(this.keys[i], of ? count(of[state]) : "–"));
+    DRAWN.forEach((state, i) => say(this.keys[i], of?.[state] === undefined ? "–" : count(of[state])));
     say(this.keys[DRAWN.length], sample?.ttft_s ? quick(sample.ttft_s) : "–");
     say(this.keys[DRAWN.length + 1], sample?.itl_s ? quick(sample.itl_s) : "–");
   }
