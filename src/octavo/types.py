@@ -346,6 +346,56 @@ class Output(NamedTuple):
     score: float | None = None
 
 
+MissReason = Literal[
+    "new",
+    "evicted",
+    "other_identity",
+    "tail",
+    "last_token",
+    "caching_off",
+    "prompt_logprobs",
+    "not_worth_loading",
+    "load_failed",
+]
+
+
+class Missed(NamedTuple):
+    """Tokens of a prompt that were not found, and why. Of what was forgotten: `how`, for which `request` of which
+    `tenant`, how long ago. Of what lies under another identity: whose it is.
+    """
+
+    start: int
+    stop: int
+    reason: MissReason
+    how: str = ""
+    request: str = ""
+    tenant: str = ""
+    ago_s: float = 0.0
+
+
+class Found(NamedTuple):
+    """What a request's first admission found: tokens by tier, tokens of a part of a page, and what it did not."""
+
+    by_tier: tuple[int, ...]
+    copied: int
+    missed: Sequence[Missed]
+
+
+class Note(NamedTuple):
+    """What befell a request. "admitted": `found`. "arrived": its pages have come from the tiers below.
+
+    "preempted": choice `index` gave way to the request `by`, or to nobody in particular, with `num_tokens` computed;
+    "resumed": of which it must compute so many again.
+    """
+
+    request_id: str
+    what: Literal["admitted", "arrived", "preempted", "resumed"]
+    index: int = 0  # type: ignore[assignment]  # hides tuple.index
+    num_tokens: int = 0
+    by: str | None = None
+    found: Found | None = None
+
+
 class RequestInfo(NamedTuple):
     """How far a request has come. Of several choices: tokens of all of them, pages that any of them names, the phase of
     the one that is furthest. `num_cached` is None until the first admission.

@@ -83,7 +83,7 @@ def test_the_map_is_what_the_server_says(served: Served, view: View) -> None:
     for (name, size, states, holders), tier in zip(page.evaluate(CELLS), told["tiers"], strict=True):
         cells = [(run[2], run[3]) for run in tier["runs"] for _ in range(run[1])]
         assert (name, size, [*zip(states, holders, strict=True)]) == (tier["name"], tier["num_pages"], cells)
-        assert served.metric("kv_pages", tier=name, state="free") == states.count(0)
+        assert served.metric("kv_tier_pages", tier=name, state="free") == states.count(0)
     expect(page.locator("#legend tbody tr")).to_have_count(7)
     for i, state in enumerate(["moving", "active", "shared", "pinned", "idle", "cached", "free"]):
         counts = page.locator("#legend tbody tr").nth(i)
@@ -158,9 +158,9 @@ def test_a_key_sees_its_own_and_the_administrator_everything(keyed: Served, view
     expect(row(page, "of alpha")).to_be_visible()  # the tab kept the key
     assert "of beta" not in page.content()
     assert [of["name"] for of in page.evaluate("() => [...octavo.pool.holders.values()]")] == ["of alpha"]
-    expect(page.locator("#legend tr").filter(has_text="idle").locator("td").first).to_have_text("12")
+    expect(page.locator("#legend tr").filter(has_text="idle").locator("td").first).to_have_text("10")
     page.locator("label").filter(has_text="Holder").click()
-    expect(page.locator("#legend tr").filter(has_text="others").locator("td").first).to_have_text("6")
+    expect(page.locator("#legend tr").filter(has_text="others").locator("td").first).to_have_text("5")
 
     page.get_by_role("button", name="Forget the key").click()
     page.get_by_role("textbox", name="Key").fill("boss")
@@ -173,14 +173,58 @@ def test_a_key_sees_its_own_and_the_administrator_everything(keyed: Served, view
 
 
 def test_a_request_shows_its_way_and_explains_itself(served: Served, view: View) -> None:
-    page = view(served.url)
+    page = view(served.url, refused=True)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(say, served, "slow", tokens(40, 9), max_tokens=460)
         shown = page.locator("#requests tbody tr").first
         expect(shown).to_contain_text("of 460")
         expect(shown).to_contain_text("slow")
-        answer.result()
+        shown.get_by_role("button").click()
+        dialog = page.get_by_role("dialog", name="Why this request took its time")
+        expect(dialog).to_contain_text("Prompt: 40 tokens")
+        page.keyboard.press("Escape")
+        expect(dialog).to_be_hidden()
+        first = answer.result()["id"]
     expect(page.locator("#requests-more")).to_have_text("Nothing runs and nothing waits.")
+    again = say(served, "slow", tokens(40, 9))["id"]
+    for request_id, found in ((first, 0), (again, 39), ("cmpl-of-nobody", None)):
+        page.get_by_label("Id of a request to explain").fill(request_id)
+        page.keyboard.press("Enter")
+        told = served.http.get(f"/v1/requests/{request_id}/explain").json()
+        if found is None:
+            expect(dialog.get_by_role("alert")).to_have_text(told["error"]["message"])
+        else:
+            assert told["cached"]["tokens"] == found
+            expect(dialog.locator(".lead")).to_have_text(told["text"])
+            expect(dialog).to_contain_text(f"computed {40 - found}")
+        dialog.get_by_role("button", name="Close").click()
+
+
+def test_a_page_and_the_tree_say_what_they_hold(served: Served, view: View) -> None:
+    say(served, "one", [*b"All that is gold does not glitter, 32", *tokens(40, 11)])
+    say(served, "two", [*b"All that is gold does not glitter, 32", *tokens(40, 12)])
+    page = view(served.url)
+    own = next(of["id"] for of in snapshot(served)["holders"] if of["name"] == "two")
+    at = page.evaluate("(id) => octavo.map.views[0].tier.holders.indexOf(id)", own)
+    told = served.http.get(f"/v1/cache/pages/device/{at}").json()
+    box = page.locator(".cells").first
+    size, cols = page.evaluate("() => [octavo.map.views[0].size, octavo.map.views[0].cols]")
+    box.hover(position={"x": at % cols * size + size / 2, "y": at // cols * size + size / 2})
+    tip = page.locator("#tip")
+    expect(tip).to_contain_text(f"device page {at}")
+    expect(tip).to_contain_text("two")
+    expect(tip).to_contain_text(f"{told['positions'][0]} to {told['positions'][1] - 1} of the path")
+    assert told["positions"][0] >= 32 and told["text"]
+    expect(tip.locator("q")).not_to_be_empty()
+
+    page.locator("#tree summary").click()
+    tree = served.http.get("/v1/cache/tree").json()
+    expect(page.locator("#tree-sum")).to_contain_text("sharing saves")
+    rows = page.locator("#tree-table tbody tr")
+    expect(rows).to_have_count(len(tree["nodes"]))
+    gold = page.locator("#tree-table tbody tr").filter(has_text="All that is gold does not glitter").first
+    expect(gold.locator("td").nth(0)).to_have_text("32")
+    expect(gold.locator("td").nth(2)).to_have_text("2")
 
 
 @pytest.mark.parametrize("name", ["alpha", ""])

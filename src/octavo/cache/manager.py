@@ -12,12 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from octavo.cache.explain import nothing_asked
 from octavo.cache.page_table import PageTable
 from octavo.cache.pages import PagePool
 from octavo.cache.prefix import NOWHERE, Node, PrefixIndex, Tokens, on_its_way
 from octavo.cache.sessions import Session, Sessions
 from octavo.cache.tiers import Costs, Tiers
-from octavo.types import AwaitMove, CopyPage, Moved, PageLabel, PageOp, Place, Tier
+from octavo.types import AwaitMove, CopyPage, Found, Moved, PageLabel, PageOp, Place, Tier
 
 
 class Admission(NamedTuple):
@@ -26,12 +27,13 @@ class Admission(NamedTuple):
     num_computed: tokens whose KV is in the pages and is not computed again.
     write_start: tokens whose KV is in the pages; passes num_computed by one when every token was found.
     Some of the pages may still be on their way: nothing may be computed while the table's `load` is not done, and if
-    that is not complete then, the table must be released.
+    that is not complete then, the table must be released. `found` says why it is so, if that is explained.
     """
 
     table: PageTable
     num_computed: int
     write_start: int
+    found: Found | None = None
 
 
 class Wait(NamedTuple):
@@ -170,6 +172,7 @@ class CacheManager:
         owner: str = "",
         session: Session | None = None,
         request: str = "",
+        explain: bool = False,
     ) -> Admission | Wait | None:
         """Reserve pages for all `tokens`, taking from the cache what is there.
 
@@ -185,7 +188,9 @@ class CacheManager:
                 return None
             table = self._open(PageTable(self.index.root(identity), array("i"), owner, request, session))
             self._grow(table, self.pages_for(len(tokens)))
-            return Admission(table, 0, 0)
+            explain = explain and self.tiers.explainer is not None
+            why = nothing_asked(len(tokens), caching=self.enable_prefix_caching) if explain else None
+            return Admission(table, 0, 0, why)
 
         match = self.index.match(identity, tokens)
         if match.promise is not None and len(match.promise) == size:
@@ -228,7 +233,11 @@ class CacheManager:
             if session is not None:
                 self.sessions.asked(session, len(tokens), num_computed)
         self._promise(table, tokens)
-        return Admission(table, num_computed, max(found, num_computed))
+        why = None
+        if explain and self.tiers.explainer is not None:
+            on = [Tier.DEVICE] * len(hits) + [place.tier for place in places]
+            why = self.tiers.explainer.found(match, tokens, on, num_computed, owner)
+        return Admission(table, num_computed, max(found, num_computed), why)
 
     def _split(self, nodes: list[Node]) -> tuple[list[int], list[Node]]:
         """Of a path: the pages on the device, and what follows them below and is worth bringing back."""
@@ -247,7 +256,7 @@ class CacheManager:
             if stop <= room:
                 return True
             if stop <= room + self.block_size and pool.num_free:  # as nearly always, one page from those free
-                pages.append(self._take())
+                pages.append(self._take(table))
                 if self.tiers.watch is not None:
                     self.tiers.watch.hold(table, pages[-1:])
                 return True
@@ -258,7 +267,7 @@ class CacheManager:
             return False
         if copy:
             shared = pages[at]
-            pages[at] = self._take()
+            pages[at] = self._take(table)
             if self.tiers.watch is not None:
                 self.tiers.watch.swap(table, shared, pages[at])
             self._copy(shared, pages[at])
@@ -341,13 +350,15 @@ class CacheManager:
         table.pages.extend(free)
         self._taken(len(free))
         for _ in range(num_pages - len(table.pages)):
-            table.pages.append(self._take())
+            table.pages.append(self._take(table))
         if self.tiers.watch is not None:
             self.tiers.watch.hold(table, table.pages[before:])
 
-    def _take(self) -> int:
+    def _take(self, table: PageTable) -> int:
         if self.pool.num_free == 0:
+            self.tiers.blame("evicted", table.request, table.owner)
             self._evict()
+            self.tiers.blame()
         page = self.pool.take()
         self._taken(1)
         return page

@@ -124,6 +124,7 @@ class PrefixIndex:
         self._block_size = block_size
         self._roots: WeakValueDictionary[tuple[str, ...], Root] = WeakValueDictionary()
         self._restored: dict[bytes, Root] = {}
+        self._firsts: dict[Tokens, dict[Node, None]] = {}
         self._by_page: tuple[dict[int, Node], ...] = ({}, {}, {})
         self.changed: tuple[set[int], ...] | None = None  # pages of each tier, while somebody watches
 
@@ -156,6 +157,14 @@ class PrefixIndex:
             root.identity, root.digest = identity, digest
         return root
 
+    def firsts(self, tokens: Tokens) -> list[Node]:
+        """Nodes of a first page with these tokens, of every identity that has one."""
+        return list(self._firsts.get(tokens, ()))
+
+    def roots(self) -> list[Root]:
+        """Those that are alive."""
+        return [*self._roots.values(), *self._restored.values()]
+
     def match(self, identity: tuple[str, ...], tokens: Sequence[int]) -> Match:
         """Find the longest cached beginning of `tokens`: whole pages, then a part of one more. Changes nothing."""
         size = self._block_size
@@ -182,6 +191,8 @@ class PrefixIndex:
         node = Node(parent, tokens, owner)
         parent.children[tokens] = node
         insort(parent.ordered, tokens)
+        if parent.parent is None:
+            self._firsts.setdefault(tokens, {})[node] = None
         self.put(node, place)
         return node
 
@@ -222,12 +233,16 @@ class PrefixIndex:
         assert parent is not None and not node.children, "a page is forgotten before its descendants"
         del parent.children[node.tokens]
         del parent.ordered[bisect_left(parent.ordered, node.tokens)]
+        if parent.parent is None:
+            del self._firsts[node.tokens][node]
+            if not self._firsts[node.tokens]:
+                del self._firsts[node.tokens]
         for session in list(node.sessions or ()):
             session.end_at(parent)
 
     def by_depth(self) -> list[Node]:
         """All nodes, ancestors before their descendants."""
-        found = [node for root in (*self._roots.values(), *self._restored.values()) for node in root.children.values()]
+        found = [node for root in self.roots() for node in root.children.values()]
         for node in found:
             found += node.children.values()
         return found

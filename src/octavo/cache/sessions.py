@@ -194,10 +194,12 @@ class Sessions:
         self._unpin(session)
         own = [node for node in self.path(session) if node.num_sessions <= 1]
         self._forget(session)
+        self._tiers.blame("released", tenant=session.tenant)
         for node in own:
             if not self._idle(node):
                 break
             self._tiers.drop(node)
+        self._tiers.blame()
 
     def tick(self) -> None:
         """End pins whose time is over."""

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from octavo.cache.page_table import PageTable
 from octavo.cache.prefix import Node
-from octavo.cache.sessions import Session
-from octavo.types import Tier
+from octavo.cache.sessions import Session, Sessions
+from octavo.cache.tiers import Tiers
+from octavo.types import Place, Tier
 
 if TYPE_CHECKING:
     from octavo.cache.manager import CacheManager
@@ -54,6 +55,9 @@ class Party(NamedTuple):
 
 
 Key = Session | Party
+Held = PageTable | dict[PageTable, None] | None
+"""The tables that name a page: one, several or none."""
+Coming = dict[Place, Node | None]
 
 
 class Holder(NamedTuple):
@@ -91,7 +95,8 @@ class Watch:
 
     def __init__(self, manager: CacheManager) -> None:
         tiers = manager.tiers
-        self._tiers, self._index, self._sessions, self._pools = tiers, manager.index, manager.sessions, tiers.pools
+        self._manager, self._tiers, self._pools = manager, tiers, tiers.pools
+        self._index, self._sessions = manager.index, manager.sessions
         self._told = tuple(array("I", bytes(4 * pool.num_pages)) for pool in tiers.pools)
         self._counts = tuple([pool.num_pages, *([0] * STATE)] for pool in tiers.pools)
         self._more = array("I", bytes(4 * manager.num_pages))  # holders beyond the first, of device pages
@@ -156,18 +161,13 @@ class Watch:
             if len(held) == 1:
                 self._tables[page] = next(iter(held))
 
-    def tables_of(self, page: int) -> Iterable[PageTable]:
-        """Those that name a page of the device tier."""
-        held = self._tables.get(page, ())
-        return (held,) if isinstance(held, PageTable) else held
-
     # ── what is told ──
 
     def news(self, limit: int = 1 << 30) -> News:
         """What changed since the last news. Looks at `limit` pages at most, and at the rest the next time."""
         left, complete = limit, True
-        coming = self._coming()
-        for tier, page in coming:
+        moving = coming(self._tiers)
+        for tier, page in moving:
             self._changed[tier].add(page)
         runs: list[array[int]] = []
         new: dict[int, None] = {}
@@ -180,7 +180,7 @@ class Watch:
                 changed.difference_update(chosen)
                 complete = False
             left -= len(chosen)
-            runs.append(self._tell(tier, chosen, coming, new, maybe_gone))
+            runs.append(self._tell(tier, chosen, moving, new, maybe_gone))
         gone = [number for number in sorted(maybe_gone) if not self._num_cells[number]]
         for number in gone:
             del self._ids[self._keys.pop(number)], self._num_cells[number]
@@ -196,7 +196,7 @@ class Watch:
         self,
         tier: Tier,
         pages: list[int],
-        coming: dict[tuple[int, int], Node | None],
+        moving: Coming,
         new: dict[int, None],
         maybe_gone: set[int],
     ) -> array[int]:
@@ -205,7 +205,10 @@ class Watch:
         runs = array("I")
         end = last = -1
         for page in pages:
-            state, key = self.describe(tier, page, coming)
+            held = self._tables.get(page) if tier is Tier.DEVICE else None
+            state, key = state_of(self._manager, Place(tier, page), held, moving)
+            if tier is Tier.DEVICE:
+                self._count_holders(page, held)
             number = 0
             if key is not None:
                 number = ids.get(key, 0)
@@ -234,62 +237,13 @@ class Watch:
             end = page + 1
         return runs
 
-    def describe(self, tier: Tier, page: int, coming: dict[tuple[int, int], Node | None]) -> tuple[State, Key | None]:
-        """A page's state, and whose it is."""
-        node = self._index.page_nodes(tier).get(page)
-        if tier is Tier.DEVICE:
-            held = self._tables.get(page)
-            num_tables = 0 if held is None else 1 if isinstance(held, PageTable) else len(held)
-            more = max(num_tables, node.num_sessions if node is not None else 0, 1) - 1
-            if more != self._more[page]:
-                self._num_saved += more - self._more[page]
-                self._more[page] = more
-        else:
-            held, num_tables = None, 0
-        if not self._pools[tier].refs(page):
-            if node is None:
-                return State.FREE, None
-            if node.num_sessions == 1:
-                return State.IDLE, self._sessions.leader(node)
-            if node.num_sessions:
-                return State.SHARED_IDLE, _shared(node)
-            return State.CACHED, Party("prefix", node.owner)
-        moves = (tier, page) in coming
-        if moves:
-            node = coming[tier, page]
-        key = self._key(node, held)
-        if moves:
-            return State.MOVING, key
-        if (tier, page) in self._sessions.pins:
-            return State.PINNED, key
-        several = num_tables > 1 or (isinstance(key, Party) and key.kind == "shared")
-        return State.SHARED if several else State.ACTIVE, key
-
-    def _key(self, node: Node | None, held: PageTable | dict[PageTable, None] | None) -> Key | None:
-        """Whose a page in use is: of all tables that name it and all sessions that lead through it, if that is one."""
-        key: Key | None = None
-        if node is not None and node.num_sessions:
-            if node.num_sessions > 1:
-                return _shared(node)
-            key = self._sessions.leader(node)
-        for table in (held,) if isinstance(held, PageTable) else held or ():
-            own = table.session or Party("request", table.owner, table.request)
-            if key is None:
-                key = own
-            elif key != own:
-                return _shared(node if node is not None else table.node)
-        if key is None and node is not None:
-            return Party("prefix", node.owner)
-        return key
-
-    def _coming(self) -> dict[tuple[int, int], Node | None]:
-        """Pages that a copy under way is to write, and the nodes that they are to be found by."""
-        coming: dict[tuple[int, int], Node | None] = {
-            move.target: move.node for move in self._tiers.moves.values() if move.load is None
-        }
-        for load in self._tiers.loads:
-            coming |= {(Tier.DEVICE, page): node for page, node in zip(load.pages, load.nodes, strict=True)}
-        return coming
+    def _count_holders(self, page: int, held: Held) -> None:
+        """Correct how many pages of the device tier are saved, as far as that hangs on this one."""
+        node = self._index.page_nodes(Tier.DEVICE).get(page)
+        num_sessions = node.num_sessions if node is not None else 0
+        more = max(1 if isinstance(held, PageTable) else len(held or ()), num_sessions, 1) - 1
+        self._num_saved += more - self._more[page]
+        self._more[page] = more
 
     def _holder(self, number: int) -> Holder:
         key = self._keys[number]
@@ -299,6 +253,53 @@ class Watch:
             *(number, "session", key.tenant, key.name, key.num_running, key.last_use),
             *(self._sessions.pinned_until(key), key.num_requests, key.queried_tokens, key.hit_tokens),
         )
+
+
+def coming(tiers: Tiers) -> Coming:
+    """Pages that a copy under way is to write, and the nodes that they are to be found by, if anybody wants them."""
+    coming: Coming = {move.target: move.node for move in tiers.moves.values() if move.load is None}
+    for load in tiers.loads:
+        coming |= {Place(Tier.DEVICE, page): node for page, node in zip(load.pages, load.nodes, strict=True)}
+    return coming
+
+
+def state_of(manager: CacheManager, place: Place, held: Held, moving: Coming) -> tuple[State, Key | None]:
+    """A page's state and whose it is, given the tables that name it and what is `coming`."""
+    node, sessions = manager.index.find(place), manager.sessions
+    if not manager.tiers.pools[place.tier].refs(place.page):
+        if node is None:
+            return State.FREE, None
+        if node.num_sessions == 1:
+            return State.IDLE, sessions.leader(node)
+        if node.num_sessions:
+            return State.SHARED_IDLE, _shared(node)
+        return State.CACHED, Party("prefix", node.owner)
+    if place in moving:
+        return State.MOVING, _key(sessions, moving[place], held)
+    key = _key(sessions, node, held)
+    if place in sessions.pins:
+        return State.PINNED, key
+    several = isinstance(key, Party) and key.kind == "shared"
+    several = several or (held is not None and not isinstance(held, PageTable) and len(held) > 1)
+    return State.SHARED if several else State.ACTIVE, key
+
+
+def _key(sessions: Sessions, node: Node | None, held: Held) -> Key | None:
+    """Whose a page in use is: of all tables that name it and all sessions that lead through it, if that is one."""
+    key: Key | None = None
+    if node is not None and node.num_sessions:
+        if node.num_sessions > 1:
+            return _shared(node)
+        key = sessions.leader(node)
+    for table in (held,) if isinstance(held, PageTable) else held or ():
+        own = table.session or Party("request", table.owner, table.request)
+        if key is None:
+            key = own
+        elif key != own:
+            return _shared(node if node is not None else table.node)
+    if key is None and node is not None:
+        return Party("prefix", node.owner)
+    return key
 
 
 def _shared(node: Node) -> Party:

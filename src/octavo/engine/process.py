@@ -3,9 +3,10 @@
 Owns the messages of that socket, their framing, and the child's loop. Requests come as token ids and answers leave as
 token ids: nothing here tokenises, renders or waits for a client. The parent's side is `octavo.engine.async_llm`.
 
-    parent ── Launch, Add, Abort, Finish, ListSessions, TouchSession, Save, Watch, Stop ──►  child
-           ◄── Ready | Failed, Accepted, Refused, Broke, Stepped, Changed, Mapped,
-               Sessions, Saved, Denied, Logged, Crashed ──
+    parent ── Launch, Add, Abort, Finish, ListSessions, TouchSession, Save, Stop ──►  child
+           ◄── Ready | Failed, Accepted, Refused, Broke, Stepped, Changed, Sessions, Saved, Denied, Logged, Crashed ──
+
+and what `octavo.engine.watching` adds for who watches.
 
 The child steps while there is work and sleeps in `poll` while there is none. It leaves when the parent does, however
 the parent ended, and leaves signals that stop a service to the parent.
@@ -33,12 +34,13 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from octavo.cache.explain import Explainer
 from octavo.cache.manager import CacheStats, TierPages
 from octavo.cache.tiers import TierStats
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.llm import Engine, assemble
-from octavo.engine.watching import Mapped, Observing, Watch
+from octavo.engine.watching import Branches, LookAtPage, LookAtTree, Mapped, Observing, Page, Watch
 from octavo.errors import (
     ConfigError,
     InvalidRequest,
@@ -52,7 +54,7 @@ from octavo.errors import (
 from octavo.models.weights import open_checkpoint
 from octavo.scheduler.limits import Limits
 from octavo.scheduler.scheduler import SchedulerStats
-from octavo.types import Output, Request, SamplingParams, SessionInfo, Tier
+from octavo.types import Note, Output, Request, SamplingParams, SessionInfo, Tier
 
 _log = logging.getLogger(__name__)
 
@@ -207,7 +209,7 @@ class Broke(Message, tag=True):
 class Stepped(Message, tag=True):
     """One step: when it began and ended (CLOCK_MONOTONIC, the same in every process), and what is new after it.
 
-    `scheduled` names the requests that it served for the first time.
+    `scheduled` names the requests that it served for the first time; `notes` are the scheduler's.
     """
 
     began: float
@@ -215,6 +217,7 @@ class Stepped(Message, tag=True):
     scheduled: list[str]
     outputs: list[Output]
     stats: EngineStats
+    notes: list[Note]
 
 
 class Changed(Message, tag=True):
@@ -263,8 +266,8 @@ class Crashed(Message, tag=True):
     trace: str
 
 
-Command = Launch | Add | Abort | Finish | ListSessions | TouchSession | Save | Watch | Stop
-Answer = Sessions | Saved | Denied
+Command = Launch | Add | Abort | Finish | ListSessions | TouchSession | Save | Watch | LookAtPage | LookAtTree | Stop
+Answer = Sessions | Saved | Page | Branches | Denied
 Reply = Ready | Failed | Accepted | Refused | Broke | Stepped | Changed | Mapped | Answer | Logged | Crashed
 
 _ERRORS: dict[str, type[Any]] = {
@@ -404,6 +407,7 @@ def serve(engine: Engine, channel: Channel) -> None:
     compiling: list[tuple[Future[None], Add]] = []
     saving: _Saving | None = None
     observing = Observing(core, channel.send)
+    Explainer(core.cache)
 
     def planned() -> None:
         channel.send(Changed(stats_of(engine)))
@@ -438,6 +442,8 @@ def serve(engine: Engine, channel: Channel) -> None:
                         channel.send(denied)
                     else:
                         saving = _Saving(time.monotonic(), core.saving + core.save_failed, [number])
+                case LookAtPage() | LookAtTree():
+                    channel.send(_look(observing, command))
                 case Watch(on):
                     observing.turn(on)
                 case Stop():
@@ -452,7 +458,8 @@ def serve(engine: Engine, channel: Channel) -> None:
             began = time.monotonic()
             outputs = core.step(planned if commands else None, broke, now=began)
             ended = time.monotonic()
-            channel.send(Stepped(began, ended, core.scheduler.newly_scheduled, outputs, stats_of(engine)))
+            scheduler = core.scheduler
+            channel.send(Stepped(began, ended, scheduler.newly_scheduled, outputs, stats_of(engine), scheduler.notes))
         else:
             channel.send(Changed(stats_of(engine)))
         if saving is not None and not core.saving:
@@ -500,6 +507,13 @@ def _answer(core: EngineCore, command: ListSessions | TouchSession) -> Answer:
             case TouchSession(number, _, tenant, session_id):
                 touched = core.demote_session(tenant, session_id)
         return Sessions(number, [touched])
+    except Exception as error:
+        return _denied(command.number, error)
+
+
+def _look(observing: Observing, command: LookAtPage | LookAtTree) -> Answer:
+    try:
+        return observing.answer(command, time.monotonic())
     except Exception as error:
         return _denied(command.number, error)
 

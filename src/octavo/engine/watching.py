@@ -2,8 +2,10 @@
 
     parent ── Watch ──►  child        on, or off when the last one has gone
            ◄── Mapped ──              what changed, at most TELL_HZ times a second, between two steps
+           ── LookAtPage, LookAtTree ──►
+           ◄── Page, Branches ──
 
-Nothing is looked at while nobody watches.
+Nothing is looked at while nobody watches or asks.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from octavo.cache import watch
+from octavo.cache import look, watch
+from octavo.cache.look import PageInfo, Tree
 from octavo.cache.watch import Holder
 from octavo.engine.core import EngineCore
-from octavo.types import RequestInfo
+from octavo.types import Place, RequestInfo, Tier
 
 TELL_HZ = 10
 IDLE_S = 1.0
@@ -49,6 +52,36 @@ class Mapped(msgspec.Struct, array_like=True, tag=True):
     requests: list[RequestInfo]
 
 
+class LookAtPage(msgspec.Struct, array_like=True, tag=True):
+    """Answered by Page of the same number, or Denied."""
+
+    number: int
+    tier: Tier
+    page: int
+
+
+class LookAtTree(msgspec.Struct, array_like=True, tag=True):
+    """What is shared of a tenant's, or of everybody's (None). Answered by Branches of the same number, or Denied."""
+
+    number: int
+    tenant: str | None
+    limit: int
+
+
+class Page(msgspec.Struct, array_like=True, tag=True):
+    """What is known of a page."""
+
+    number: int
+    info: PageInfo
+
+
+class Branches(msgspec.Struct, array_like=True, tag=True):
+    """What is shared."""
+
+    number: int
+    tree: Tree
+
+
 class Observing:
     """The child's side."""
 
@@ -57,6 +90,8 @@ class Observing:
         self._watch: watch.Watch | None = None
         self._due_at = 0.0
         self._first = self._behind = False
+        self._trees: dict[tuple[str | None, int], Tree] = {}  # a second old at most
+        self._trees_at = 0.0
 
     @property
     def due_at(self) -> float | None:
@@ -64,6 +99,18 @@ class Observing:
         if self._watch is None:
             return None
         return self._due_at if self._behind or self._watch.num_changed else self._due_at + IDLE_S
+
+    def answer(self, command: LookAtPage | LookAtTree, now: float) -> Page | Branches:
+        """What is asked. A tree takes as long as all pages, and is made once a second."""
+        if isinstance(command, LookAtPage):
+            return Page(command.number, self._core.look_at(Place(command.tier, command.page)))
+        if now > self._trees_at + 1:
+            self._trees.clear()
+            self._trees_at = now
+        key = command.tenant, command.limit
+        if key not in self._trees:
+            self._trees[key] = look.tree(self._core.cache, *key)
+        return Branches(command.number, self._trees[key])
 
     def turn(self, on: bool) -> None:
         """Begin to watch, from the beginning, or end."""

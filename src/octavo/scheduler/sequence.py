@@ -40,6 +40,7 @@ class Sequence:
         "key",
         "num_at_admission",
         "num_computed",
+        "num_lost",
         "num_preemptions",
         "phase",
         "sampled",
@@ -65,6 +66,7 @@ class Sequence:
         self.num_at_admission = 0
         self.write_start = 0
         self.num_preemptions = 0
+        self.num_lost = 0  # tokens that were computed when it was preempted, until it is admitted again
         self.wait: Wait | None = None
         self.draws: tuple[Draw, ...] = ()
         # of beams only: the answer so far, its summed log-probability, and the best tokens to come next
@@ -119,6 +121,7 @@ class Group:
         "searches",
         "session",
         "stop_token_ids",
+        "unexplained",
         "wants_scores",
     )
 
@@ -136,6 +139,7 @@ class Group:
         self.wants_scores = request.params.prompt_logprobs is not None
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_cached_tokens: int | None = None  # None until the first admission
+        self.unexplained = True  # until it is known what that found
         self.live: dict[int, Sequence] = {}  # by seq_id, unfinished
         self.prompt_logprobs: list[Sampled] = []
         self.hypotheses: list[Hypothesis] = []  # best first

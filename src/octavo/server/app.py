@@ -39,8 +39,10 @@ from octavo.errors import (
 )
 from octavo.models.tokenizer import Tokenizer
 from octavo.server import assets
+from octavo.server.explain import Stories
 from octavo.server.feed import Feed, rate
 from octavo.server.keys import Caller, Keys
+from octavo.server.look import Looks
 from octavo.server.metrics import CONTENT_TYPE, Metrics, RequestMetrics
 from octavo.server.openapi import document
 from octavo.server.protocol import (
@@ -153,6 +155,7 @@ class Application:
         self._keys = Keys(config)
         self._sessions = SessionAPI(llm, self._keys)
         recent = self.metrics.recent_first_token_s, self.metrics.recent_token_s
+        self._stories, self._looks = Stories(llm), Looks(llm, show_text=config.ui_show_text)
         self.feed = Feed(llm, self.names[0], *recent, show_text=config.ui_show_text)
         self._longest_token = max(len(llm.tokenizer.token_bytes(token)) for token in range(llm.tokenizer.vocab_size))
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="octavo-text")
@@ -171,6 +174,9 @@ class Application:
             Route("/v1/sessions/{id:path}", self._session, methods=["GET"]),
             Route("/v1/cache/save", self._save, methods=["POST"]),
             Route("/v1/cache/map", self._map, methods=["GET"]),
+            Route("/v1/cache/tree", self._tree, methods=["GET"]),
+            Route("/v1/cache/pages/{tier}/{page}", self._page, methods=["GET"]),
+            Route("/v1/requests/{id}/explain", self._explain, methods=["GET"]),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
             Route("/health", self._health, methods=["GET"]),
@@ -306,6 +312,16 @@ class Application:
         if wanted == "true" or (wanted is None and "text/event-stream" in http.headers.get("accept", "")):
             return _Stream(self.feed, self.feed.open(caller, hz))
         return Response(await self.feed.snapshot(caller), media_type="application/json")
+
+    async def _page(self, http: HTTPRequest) -> Response:
+        caller, path = self._caller(http), http.path_params
+        return _json(await self._looks.page(caller, path["tier"], path["page"]))
+
+    async def _tree(self, http: HTTPRequest) -> Response:
+        return _json(await self._looks.tree(self._caller(http), http.query_params.get("limit")))
+
+    async def _explain(self, http: HTTPRequest) -> Response:
+        return _json(self._stories.explain(self._caller(http), http.path_params["id"]))
 
     def _caller(self, http: HTTPRequest) -> Caller:
         if self.draining:
