@@ -36,7 +36,7 @@ export class Tree {
     const rows = tree.nodes.map((node) => {
       const depth = node.parent === null ? 0 : (depths.get(node.parent) ?? 0) + 1;
       depths.set(node.id, depth);
-      const label = node.text ? h("q", {}, bdi(name(node.text.replace(/\s+/g, " "), 80))) : `tokens ${count(node.start)} to ${count(node.start + node.num_tokens - 1)}`;
+      const label = node.text ? h("q", {}, bdi(name(node.text.replace(/\s+/g, " "), 80)), node.num_tokens > this.pool.about.page_tokens ? " …" : "") : `tokens ${count(node.start)} to ${count(node.start + node.num_tokens - 1)}`;
       const head = h("th", { scope: "row" }, h("span", { class: "hidden" }, `level ${depth + 1}: `), label, node.tenant ? h("small", {}, ` ${name(node.tenant, 16)}`) : "");
       head.style.paddingInlineStart = `calc(.5rem + ${Math.min(depth, 12)} * var(--step))`;
       if (depth) head.classList.add("under");
