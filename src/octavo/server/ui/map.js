@@ -316,7 +316,7 @@ export class PageMap {
 
   #key(view, event) {
     const { cols, tier } = view;
-    const at = Math.max(view.at, 0);
+    const at = view.at >= 0 ? view.at : view.last ?? 0;
     const steps = {
       ...{ ArrowLeft: at - 1, ArrowRight: at + 1, ArrowUp: at - cols, ArrowDown: at + cols },
       ...{ PageUp: at - 10 * cols, PageDown: at + 10 * cols, Home: 0, End: tier.size - 1 },
@@ -327,7 +327,8 @@ export class PageMap {
     } else if (event.key === "Enter" || event.key === " ") this.#choose(view, view.at);
     else if (event.key === "Escape") {
       this.light(null);
-      this.#leave(view);
+      this.pick(null);
+      this.#point(view, -1);
     } else return;
     event.preventDefault();
   }

@@ -14,6 +14,7 @@ export const MEANING = {
 };
 
 const KEPT_S = 3600;
+const MOST_CHANGED = 20_000;
 
 export class Tier {
   constructor({ name, num_pages, runs }) {
@@ -49,6 +50,7 @@ export class Tier {
       holders.fill(holder, first, stop);
       this.changed.push([first, stop]);
     }
+    if (this.changed.length > MOST_CHANGED) this.changed = [[0, size]]; // a tab that is not seen draws nothing
   }
 
   of(holder) {

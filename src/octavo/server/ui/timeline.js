@@ -9,6 +9,7 @@ import { bytes, count, quick } from "./words.js";
 const DRAWN = STACK.filter((state) => state !== "free");
 const GAP_S = 4; // two samples further apart than this are not joined
 const AXIS = 66;
+const SHORTEST_S = 60;
 const MARKS = [
   { label: "evicted", colour: "--muted", of: (sample) => sample.evicted },
   { label: "swapped", colour: "--shared", of: (sample) => sample.swapped_out + sample.swapped_in },
@@ -61,7 +62,7 @@ export class Timeline {
     $("plots").replaceChildren();
     const cursor = { sync: { key: "octavo", setSeries: false }, drag: { x: false, y: false }, points: { size: 6 } };
     const axis = { stroke: css("--muted"), grid: { stroke: css("--line"), width: 1 }, ticks: { show: false }, font: "11px Inter, system-ui, sans-serif", size: AXIS };
-    const time = { ...axis, size: 28, values: (_, ticks) => ticks.map((tick) => clock(tick, this.span <= 60)), space: 90 };
+    const time = { ...axis, size: 28, values: (_, ticks) => ticks.map((tick) => clock(tick, this.#seconds())), space: 90 };
     const common = { legend: { show: false }, cursor, padding: [0, 8, 0, 0] };
     const key = { hooks: { setCursor: [(plot) => this.#key(plot.cursor.idx)] } };
     const seen = () => this.pool.tier(this.tier)?.size ?? 1;
@@ -99,8 +100,8 @@ export class Timeline {
   }
 
   #range() {
-    const end = this.pool.now;
-    return [end - this.span, end];
+    const end = this.pool.now, first = this.pool.history[0]?.time ?? end;
+    return [Math.max(end - this.span, Math.min(first, end - SHORTEST_S)), end]; // no empty hours before the server's start
   }
 
   /** Take the samples as they are now. */
@@ -129,6 +130,11 @@ export class Timeline {
     this.#key(this.memory.cursor.idx);
   }
 
+  #seconds() {
+    const [start, end] = this.#range();
+    return end - start < 240;
+  }
+
   // ── marks ──
 
   #marks(plot) {
@@ -139,7 +145,8 @@ export class Timeline {
     ctx.font = `${10 * ratio}px Inter, system-ui, sans-serif`;
     ctx.textBaseline = "middle";
     ctx.textAlign = "right";
-    const wide = Math.max((width / this.span) * 0.8, 1.5 * ratio);
+    const [start, end] = this.#range();
+    const wide = Math.max((width / (end - start)) * 0.8, 1.5 * ratio);
     MARKS.forEach(({ label, colour, of }, lane) => {
       const bottom = top - (TOP + LANE * (MARKS.length - 1 - lane)) * ratio;
       ctx.fillStyle = css("--muted");
