@@ -4,7 +4,7 @@
     python bench/memory_view.py smollm2-135m
 
 A server with a small pool and some host memory is sent the turns that `octavo bench day` draws, each in the session of
-its conversation. In the first hour somebody pins a long report and does not come back to it. The pictures are taken in
+its conversation. Before the first hour somebody pins a long report and does not come back to it. The pictures are taken in
 the last hour, of the page as a browser draws it.
 """
 
@@ -76,7 +76,6 @@ def play(url: str, day: Day, seed: int) -> None:
     """Say each turn at its time; one conversation's turns wait for each other."""
     said: dict[int, list[int]] = {}
     locks: dict[int, threading.Lock] = {}
-    start = time.monotonic()
     with httpx.Client(base_url=url, timeout=600) as http:
 
         def say(prompt: list[int], session: str, max_tokens: int) -> list[int]:
@@ -85,11 +84,6 @@ def play(url: str, day: Day, seed: int) -> None:
             reply = http.post("/v1/completions", json=body).raise_for_status().json()
             return list(reply["choices"][0]["token_ids"])
 
-        def report() -> None:
-            time.sleep(10)
-            say(random.Random(seed).choices(range(100, VOCAB), k=REPORT_TOKENS), REPORT, 1)
-            http.post(f"/v1/sessions/{REPORT}/pin", json={"ttl_s": 36_000}).raise_for_status()
-
         def take(at: float, session: int, message: list[int], max_tokens: int) -> None:
             time.sleep(max(start + at - time.monotonic(), 0))
             with locks.setdefault(session, threading.Lock()):
@@ -97,9 +91,11 @@ def play(url: str, day: Day, seed: int) -> None:
                 own += message
                 own += say(own, f"conversation {session}", max_tokens)
 
+        say(random.Random(seed).choices(range(100, VOCAB), k=REPORT_TOKENS), REPORT, 1)
+        http.post(f"/v1/sessions/{REPORT}/pin", json={"ttl_s": 36_000}).raise_for_status()
+        start = time.monotonic()
         with ThreadPoolExecutor(64) as pool:
-            told = [pool.submit(report)]
-            told += [pool.submit(take, of.at, of.session, of.message, of.max_tokens) for of in day.turns if of.hour]
+            told = [pool.submit(take, of.at, of.session, of.message, of.max_tokens) for of in day.turns if of.hour]
             for future in told:
                 future.result()
 

@@ -59,6 +59,9 @@ app = typer.Typer(
 screen = Console(highlight=False, markup=False, soft_wrap=True)
 aside = Console(highlight=False, markup=False, soft_wrap=True, stderr=True)
 
+PIPE_WIDTH = 200
+"""Of a wide table that goes into a file or a pipe."""
+
 SAMPLING_HELP = {
     "n": "answers to each prompt, from one stored prompt",
     "temperature": "0 takes the likeliest token, 1 samples as the model predicts",
@@ -332,6 +335,68 @@ def chat(
                     aside.print(f"{error} (/reset begins anew)", style="red")
                 else:
                     messages += [turn, {"role": "assistant", "content": answer}]
+
+
+class TopSort(StrEnum):
+    """The orders of octavo.top.memory, for --help."""
+
+    bytes = "bytes"
+    idle = "idle"
+    name = "name"
+
+
+@app.command(cls=Command)
+def top(
+    url: Annotated[str, typer.Option(metavar="URL", help="The server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            envvar=["OCTAVO_ADMIN_API_KEY", "OCTAVO_API_KEY"],
+            help="A key; an admin's shows every tenant.",
+        ),
+    ] = None,
+    interval: Annotated[float, typer.Option(metavar="S", min=0.1, max=5, help="Seconds between updates.")] = 1.0,
+    sort: Annotated[TopSort, typer.Option(help="Which holders come first.")] = TopSort.bytes,
+    wanted: Annotated[
+        str, typer.Option("--filter", metavar="TEXT", help="Only holders with this in name, kind or tenant.")
+    ] = "",
+    once: Annotated[bool, typer.Option("--once", help="Print what there is now, and leave.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --once: as JSON.")] = False,
+) -> None:
+    """Watch who holds the memory of a running server.
+
+    b, i and n sort by bytes, idle time and name, / filters, p pins a session and u undoes that, d demotes it, r
+    releases it, e explains a request, Tab changes the table, q leaves.
+    """
+    from octavo.top.feed import Feed, hopeless
+
+    if as_json and not once:
+        raise ConfigError("--json", "goes with --once: a script wants one answer")
+    feed = Feed(url, api_key)
+    if not once:
+        if not sys.stdout.isatty():
+            raise ConfigError("--once", "is missing: the output is no terminal")
+        from octavo.top.app import Top  # takes a moment
+
+        watching = Top(feed, interval=interval, sort=sort.value, wanted=wanted)
+        watching.run()
+        raise typer.Exit(watching.return_code or 0)
+    from octavo.top.memory import Memory
+    from octavo.top.report import lines
+
+    memory = Memory()
+    try:
+        memory.take("snapshot", feed.snapshot())
+    except OctavoError as error:
+        raise OctavoError(hopeless(error) or str(error)) from error
+    if as_json:
+        screen.print(json.dumps(memory.document(sort.value, wanted), ensure_ascii=False))
+    else:
+        width = None if screen.is_terminal else PIPE_WIDTH
+        wide = Console(highlight=False, markup=False, soft_wrap=True, width=width)
+        for line in lines(memory, sort.value, wanted):
+            wide.print(line)
 
 
 def _from_file(context: typer.Context, path: Path | None) -> Path | None:

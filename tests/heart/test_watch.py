@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from octavo.cache.manager import CacheManager
-from octavo.cache.watch import STATE, STATE_BITS, Holder, News, State, Watch
+from octavo.cache.watch import STATE, STATE_BITS, STATES, Holder, News, Watch
 from octavo.types import Place, Tier
 from tests.heart.test_fuzz import Life
 
-Cell = tuple[State, tuple[str, str, str]]
+Cell = tuple[str, tuple[str, str, str]]
 NOBODY = ("", "", "")
 
 
@@ -43,7 +43,7 @@ class Map:
 
     def pages(self) -> dict[Place, Cell]:
         return {
-            place: (State(cell & STATE), self.holders[cell >> STATE_BITS][1:4] if cell >> STATE_BITS else NOBODY)
+            place: (STATES[cell & STATE], self.holders[cell >> STATE_BITS][1:4] if cell >> STATE_BITS else NOBODY)
             for place, cell in self.cells.items()
         }
 
@@ -64,10 +64,10 @@ def check_map(manager: CacheManager, told: Map) -> None:
     assert told.news.counts == fresh.news.counts
     assert told.news.num_saved == fresh.news.num_saved
     for (_, pages), counts in zip(manager.tier_pages().items(), told.news.counts, strict=True):
-        by_state = dict(zip(State, counts, strict=True))
+        by_state = dict(zip(STATES, counts, strict=True))
         assert sum(counts) == pages.total
-        assert by_state[State.FREE] == pages.free
-        assert by_state[State.IDLE] + by_state[State.CACHED] + by_state[State.SHARED_IDLE] == pages.cached
+        assert by_state["free"] == pages.free
+        assert by_state["idle"] + by_state["cached"] + by_state["shared_idle"] == pages.cached
 
 
 class WatchedLife(Life):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from octavo.cache.manager import CacheManager
 from octavo.cache.prefix import NOWHERE, Node
-from octavo.cache.watch import State, coming, state_of
+from octavo.cache.watch import View
 from octavo.types import Place, Tier
 
 MAX_NAMES = 100
@@ -22,9 +22,11 @@ Name = tuple[str, str]
 
 
 class PageInfo(NamedTuple):
-    """What is known of a page. `start` is the position of its first token, None where nobody knows it."""
+    """What is known of a page. `state` is one of octavo.cache.watch's, `start` the position of its first token, None
+    where nobody knows it.
+    """
 
-    state: State
+    state: int
     refs: int
     owner: str
     start: int | None
@@ -42,9 +44,9 @@ def page_info(manager: CacheManager, place: Place) -> PageInfo:
     pool, node = tiers.pools[place.tier], manager.index.find(place)
     refs = pool.refs(place.page)
     held = {table: None for table in manager.tables if place.tier is Tier.DEVICE and refs and place.page in table.pages}
-    moving = coming(tiers)
-    state, _ = state_of(manager, place, held, moving)
-    node = node or moving.get(place)
+    view = View(manager, place.tier)
+    state, _ = view.cell(place.page, node, held if len(held) > 1 else next(iter(held), None))
+    node = node or view.moving.get(place.page)
     if node is not None:
         start: int | None = (sum(1 for _ in node.path()) - 1) * size
         owner = node.owner

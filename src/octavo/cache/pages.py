@@ -58,7 +58,7 @@ class PagePool:
 
     @property
     def num_kept(self) -> int:
-        """Cached pages that a session may come back for."""
+        """Those of the cached pages that a session left and may come back for."""
         return len(self._kept)
 
     @property

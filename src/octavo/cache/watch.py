@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from enum import IntEnum
+from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from octavo.cache.page_table import PageTable
 from octavo.cache.prefix import Node
-from octavo.cache.sessions import Session, Sessions
+from octavo.cache.sessions import Session
 from octavo.cache.tiers import Tiers
-from octavo.types import Place, Tier
+from octavo.types import Tier
 
 if TYPE_CHECKING:
     from octavo.cache.manager import CacheManager
@@ -30,17 +30,10 @@ STATE_BITS = 3
 STATE = (1 << STATE_BITS) - 1
 
 
-class State(IntEnum):
-    """What a page is in: the first of these, from MOVING up, that is true of it."""
-
-    FREE = 0
-    ACTIVE = 1  # in use, by one
-    SHARED = 2  # in use, by several
-    PINNED = 3  # held by a pin
-    IDLE = 4  # nobody's, on the path of one session
-    CACHED = 5  # nobody's, of no session
-    MOVING = 6  # to be written by a copy that is under way
-    SHARED_IDLE = 7  # nobody's, on the paths of several sessions
+STATES = ("free", "active", "shared", "pinned", "idle", "cached", "moving", "shared_idle")
+FREE, ACTIVE, SHARED, PINNED, IDLE, CACHED, MOVING, SHARED_IDLE = range(len(STATES))
+"""Of a page in use: by one, by several, by a pin. Of one that nobody uses: on the path of one session (idle), of none,
+of several. A moving one is to be written by a copy that is under way. Plain numbers, as an enumeration is slow."""
 
 
 class Party(NamedTuple):
@@ -57,7 +50,6 @@ class Party(NamedTuple):
 Key = Session | Party
 Held = PageTable | dict[PageTable, None] | None
 """The tables that name a page: one, several or none."""
-Coming = dict[Place, Node | None]
 
 
 class Holder(NamedTuple):
@@ -166,13 +158,12 @@ class Watch:
     def news(self, limit: int = 1 << 30) -> News:
         """What changed since the last news. Looks at `limit` pages at most, and at the rest the next time."""
         left, complete = limit, True
-        moving = coming(self._tiers)
-        for tier, page in moving:
-            self._changed[tier].add(page)
         runs: list[array[int]] = []
         new: dict[int, None] = {}
         maybe_gone: set[int] = set()
         for tier, changed in zip(Tier, self._changed, strict=True):
+            view = View(self._manager, tier)
+            changed.update(view.moving)  # whose they are may change without a word
             chosen = sorted(islice(changed, left))
             if len(chosen) == len(changed):
                 changed.clear()
@@ -180,7 +171,7 @@ class Watch:
                 changed.difference_update(chosen)
                 complete = False
             left -= len(chosen)
-            runs.append(self._tell(tier, chosen, moving, new, maybe_gone))
+            runs.append(self._tell(tier, chosen, view, new, maybe_gone))
         gone = [number for number in sorted(maybe_gone) if not self._num_cells[number]]
         for number in gone:
             del self._ids[self._keys.pop(number)], self._num_cells[number]
@@ -196,19 +187,24 @@ class Watch:
         self,
         tier: Tier,
         pages: list[int],
-        moving: Coming,
+        view: View,
         new: dict[int, None],
         maybe_gone: set[int],
     ) -> array[int]:
         """The runs of these pages, in ascending order, whose cells are new; notes whose they were and are."""
         told, counts, ids, num_cells = self._told[tier], self._counts[tier], self._ids, self._num_cells
+        find, tables, device, more = view.nodes.get, self._tables, tier is Tier.DEVICE, self._more
         runs = array("I")
         end = last = -1
         for page in pages:
-            held = self._tables.get(page) if tier is Tier.DEVICE else None
-            state, key = state_of(self._manager, Place(tier, page), held, moving)
-            if tier is Tier.DEVICE:
-                self._count_holders(page, held)
+            node = find(page)
+            held = tables.get(page) if device else None
+            state, key = view.cell(page, node, held)
+            if device:
+                others = max(len(held) if held.__class__ is dict else 1, node.num_sessions if node else 1, 1) - 1
+                if others != more[page]:
+                    self._num_saved += others - more[page]
+                    more[page] = others
             number = 0
             if key is not None:
                 number = ids.get(key, 0)
@@ -237,14 +233,6 @@ class Watch:
             end = page + 1
         return runs
 
-    def _count_holders(self, page: int, held: Held) -> None:
-        """Correct how many pages of the device tier are saved, as far as that hangs on this one."""
-        node = self._index.page_nodes(Tier.DEVICE).get(page)
-        num_sessions = node.num_sessions if node is not None else 0
-        more = max(1 if isinstance(held, PageTable) else len(held or ()), num_sessions, 1) - 1
-        self._num_saved += more - self._more[page]
-        self._more[page] = more
-
     def _holder(self, number: int) -> Holder:
         key = self._keys[number]
         if isinstance(key, Party):
@@ -255,52 +243,73 @@ class Watch:
         )
 
 
-def coming(tiers: Tiers) -> Coming:
-    """Pages that a copy under way is to write, and the nodes that they are to be found by, if anybody wants them."""
-    coming: Coming = {move.target: move.node for move in tiers.moves.values() if move.load is None}
-    for load in tiers.loads:
-        coming |= {Place(Tier.DEVICE, page): node for page, node in zip(load.pages, load.nodes, strict=True)}
-    return coming
+def moving_on(tiers: Tiers, tier: Tier) -> dict[int, Node | None]:
+    """A tier's pages that a copy under way is to write, and the nodes that they are for, if anybody wants them."""
+    moving = {at.target.page: at.node for at in tiers.moves.values() if at.load is None and at.target.tier is tier}
+    if tier is Tier.DEVICE:
+        for load in tiers.loads:
+            moving |= zip(load.pages, load.nodes, strict=True)
+    return moving
 
 
-def state_of(manager: CacheManager, place: Place, held: Held, moving: Coming) -> tuple[State, Key | None]:
-    """A page's state and whose it is, given the tables that name it and what is `coming`."""
-    node, sessions = manager.index.find(place), manager.sessions
-    if not manager.tiers.pools[place.tier].refs(place.page):
-        if node is None:
-            return State.FREE, None
-        if node.num_sessions == 1:
-            return State.IDLE, sessions.leader(node)
-        if node.num_sessions:
-            return State.SHARED_IDLE, _shared(node)
-        return State.CACHED, Party("prefix", node.owner)
-    if place in moving:
-        return State.MOVING, _key(sessions, moving[place], held)
-    key = _key(sessions, node, held)
-    if place in sessions.pins:
-        return State.PINNED, key
-    several = isinstance(key, Party) and key.kind == "shared"
-    several = several or (held is not None and not isinstance(held, PageTable) and len(held) > 1)
-    return State.SHARED if several else State.ACTIVE, key
+class View:
+    """One tier as it is now, to be asked about many pages."""
+
+    __slots__ = ("_leader", "_pins", "_refs", "_tier", "moving", "nodes")
+
+    def __init__(self, manager: CacheManager, tier: Tier) -> None:
+        self.nodes = manager.index.page_nodes(tier)
+        self.moving = moving_on(manager.tiers, tier)
+        self._refs, self._leader = manager.tiers.pools[tier].refs, manager.sessions.leader
+        self._pins, self._tier = manager.sessions.pins, tier
+
+    def cell(self, page: int, node: Node | None, held: Held) -> tuple[int, Key | None]:
+        """The state of a page that is found by `node` and named by these tables, and whose it is."""
+        if not self._refs(page):
+            if node is None:
+                return FREE, None
+            if node.num_sessions == 1:
+                return IDLE, self._leader(node)
+            return (SHARED_IDLE, _shared(node)) if node.num_sessions else (CACHED, _prefix(node.owner))
+        if page in self.moving:
+            return MOVING, self._key(self.moving[page], held)
+        key = self._key(node, held)
+        if self._pins and (self._tier, page) in self._pins:
+            return PINNED, key
+        if held.__class__ is dict or (isinstance(key, Party) and key.kind == "shared"):
+            return SHARED, key
+        return ACTIVE, key
+
+    def _key(self, node: Node | None, held: Held) -> Key | None:
+        """Whose a page in use is: of all tables that name it and all sessions that lead through it, if that is one."""
+        key: Key | None = None
+        if node is not None and node.num_sessions:
+            if node.num_sessions > 1:
+                return _shared(node)
+            key = self._leader(node)
+        for table in (held,) if isinstance(held, PageTable) else held or ():
+            own = table.session or _request(table.owner, table.request)
+            if key is None:
+                key = own
+            elif key != own:
+                return _shared(node if node is not None else table.node)
+        return _prefix(node.owner) if key is None and node is not None else key
 
 
-def _key(sessions: Sessions, node: Node | None, held: Held) -> Key | None:
-    """Whose a page in use is: of all tables that name it and all sessions that lead through it, if that is one."""
-    key: Key | None = None
-    if node is not None and node.num_sessions:
-        if node.num_sessions > 1:
-            return _shared(node)
-        key = sessions.leader(node)
-    for table in (held,) if isinstance(held, PageTable) else held or ():
-        own = table.session or Party("request", table.owner, table.request)
-        if key is None:
-            key = own
-        elif key != own:
-            return _shared(node if node is not None else table.node)
-    if key is None and node is not None:
-        return Party("prefix", node.owner)
-    return key
+@lru_cache(1 << 12)
+def _request(tenant: str, request: str) -> Party:
+    return Party("request", tenant, request)
+
+
+@lru_cache(1 << 12)
+def _prefix(tenant: str) -> Party:
+    return Party("prefix", tenant)
+
+
+@lru_cache(1 << 12)
+def _common(tenant: str) -> Party:
+    return Party("shared", tenant)
 
 
 def _shared(node: Node) -> Party:
-    return Party("shared", node.root.tenant if node.root is not None else "")
+    return _common(node.root.tenant if node.root is not None else "")

@@ -134,24 +134,25 @@ class Stop(Message, tag=True):
 
 
 class TierNews(Message):
-    """The tiers at one moment: their pages, those of them that are pinned, and those cached that a session may come
-    back for; and what it takes here to have them again.
+    """The tiers at one moment: their pages, those of them that are pinned, those that idle sessions may come back for,
+    and what it takes here to have them again.
 
     `load_s` is the time to bring back a page of each tier below the pool, `token_s` that to compute a token.
     """
 
     pages: dict[Tier, TierPages] = msgspec.field(default_factory=lambda: dict.fromkeys(Tier, TierPages(0, 0, 0, 0)))
     num_pinned: dict[Tier, int] = msgspec.field(default_factory=lambda: dict.fromkeys(Tier, 0))
+    num_kept: dict[Tier, int] = msgspec.field(default_factory=lambda: dict.fromkeys(Tier, 0))
     num_sessions: int = 0
     load_s: dict[Tier, float] = {}
     token_s: float = 0.0
-    num_kept: dict[Tier, int] = msgspec.field(default_factory=lambda: dict.fromkeys(Tier, 0))
 
 
 class EngineStats(Message):
     """The engine at one moment: pages and sequences now, and what it counted since the start.
 
-    `finished` has choices by reason, "error" included; it is the parent that counts them.
+    `slots_filled` and `slots_unused` are token slots in the pages of running sequences. `finished` has choices by
+    reason, "error" included; it is the parent that counts them.
     """
 
     num_running: int = 0
@@ -162,6 +163,8 @@ class EngineStats(Message):
     pages_free: int = 0
     page_bytes: int = 0
     token_bytes: int = 0
+    slots_filled: int = 0
+    slots_unused: int = 0
     scheduler: SchedulerStats = msgspec.field(default_factory=SchedulerStats)
     cache: CacheStats = msgspec.field(default_factory=CacheStats)
     moves: TierStats = msgspec.field(default_factory=TierStats)
@@ -553,16 +556,17 @@ def stats_of(engine: Engine) -> EngineStats:
         pool.num_free,
         pages.page_bytes,
         pages.token_bytes,
+        *core.scheduler.slots,
         scheduler,
         cache,
         core.cache.tiers.stats,
         TierNews(
             core.cache.tier_pages(),
             dict(zip(Tier, core.cache.sessions.num_pinned, strict=True)),
+            {tier: pool.num_kept for tier, pool in zip(Tier, core.cache.tiers.pools, strict=True)},
             len(core.cache.sessions),
             costs.load_s,
             costs.token_s,
-            {tier: pool.num_kept for tier, pool in zip(Tier, core.cache.tiers.pools, strict=True)},
         ),
     )
 

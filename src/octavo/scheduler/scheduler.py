@@ -100,6 +100,17 @@ class Scheduler:
         return len(self._running) + len(self._aside) + len(self._parked) + len(self._loading)
 
     @property
+    def slots(self) -> tuple[int, int]:
+        """Token slots in the pages of running sequences: those that hold a token, and those that hold none (yet)."""
+        filled = unused = 0
+        for sequences in (self._running, self._aside, self._parked, self._loading):
+            for sequence in sequences.values():
+                if sequence.table is not None:
+                    filled += sequence.num_computed
+                    unused += len(sequence.table.pages) * self.cache.block_size - sequence.num_computed
+        return filled, unused
+
+    @property
     def max_running(self) -> int:
         return self._max_running
 

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 
 from msgspec import UNSET, Struct, UnsetType
 
-from octavo.cache.watch import STATE, STATE_BITS, Holder, State
+from octavo.cache import watch
+from octavo.cache.watch import SHARED, SHARED_IDLE, STATE, STATE_BITS, Holder
 from octavo.engine.async_llm import AsyncLLM
 from octavo.errors import EngineDead
 from octavo.server.keys import Caller, shown
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from octavo.engine.process import EngineStats
     from octavo.engine.watching import Mapped
 
-STATES = [state.name.lower() for state in State if state is not State.SHARED_IDLE]
+STATES = list(watch.STATES[:SHARED_IDLE])
 MAX_HZ, MIN_HZ = 10.0, 0.2
 MAX_STREAMS = 64
 LOG = 64
@@ -313,7 +314,7 @@ class Feed:
 
     @property
     def _complete(self) -> bool:
-        return self._latest is not None and self._latest.complete
+        return self._latest is not None and self._latest.complete and self._llm.healthy
 
     async def _ready(self, timeout_s: float) -> None:
         try:
@@ -453,8 +454,8 @@ class Feed:
             if look is None:
                 state, number = cell & STATE, cell >> STATE_BITS
                 seen = number and (view is None or _sees(view, self._holders[number]))
-                state = State.SHARED if state == State.SHARED_IDLE else state
-                look = known[cell] = (int(state), number if seen else 0)
+                state = SHARED if state == SHARED_IDLE else state
+                look = known[cell] = (state, number if seen else 0)
             if first == end and look == last:
                 end += count
                 continue
@@ -533,7 +534,7 @@ class Feed:
             stats = self._llm.stats()
             totals = _totals(stats)
             first, token = self._first_token_s.percentiles(), self._token_s.percentiles()
-            counts = self._latest.counts if self._latest is not None and self._latest.complete else None
+            counts = self._latest.counts if self._latest is not None and self._complete else None
             pages = {name: tier.states for name, tier in _tiers(stats, counts).items()}
             self._history.append(
                 Sample(
@@ -590,9 +591,9 @@ def _tiers(stats: EngineStats, counts: list[list[int]] | None) -> dict[str, Tier
             kept = stats.tiers.num_kept[tier]
             known = [pages.free, pages.referenced - pinned, 0, pinned, kept, pages.cached - kept, 0, 0]
         states = {name: known[number] for number, name in enumerate(STATES)}
-        states["shared"] += known[State.SHARED_IDLE]
+        states["shared"] += known[SHARED_IDLE]
         shapes[tier.name.lower()] = TierStates(
-            pages.total, pages.referenced, pages.cached, pages.free, pinned, states, known[State.SHARED_IDLE]
+            pages.total, pages.referenced, pages.cached, pages.free, pinned, states, known[SHARED_IDLE]
         )
     return shapes
 

@@ -11,7 +11,7 @@ import time
 from msgspec import UNSET, Struct, UnsetType
 
 from octavo.cache.look import Branch
-from octavo.cache.watch import State
+from octavo.cache.watch import FREE, SHARED, SHARED_IDLE, STATES
 from octavo.engine.async_llm import AsyncLLM
 from octavo.server.keys import Caller, shown
 from octavo.server.protocol import APIError
@@ -83,16 +83,16 @@ class Looks:
         if not re.fullmatch("[0-9]{1,9}", number) or int(number) >= total:
             raise APIError(404, f"the {tier_name} tier has pages 0 to {total - 1}", code="page_not_found")
         info = await self._llm.look_at(tier, int(number))
-        state = State.SHARED if info.state is State.SHARED_IDLE else info.state
+        state = STATES[SHARED if info.state == SHARED_IDLE else info.state]
         shape = PageShape(
-            *(tier_name, int(number), state.name.lower(), info.refs, "", None, None, [], [], 0, False, []),
+            *(tier_name, int(number), state, info.refs, "", None, None, [], [], 0, False, []),
         )
         named = dict.fromkeys([*info.sessions, *info.requests])
         theirs = [tenant for tenant, _ in named if not caller.admin and tenant != caller.tenant]
         shape.others, shape.pinned = len(theirs), info.pinned
         own = caller.admin or len(theirs) < len(named) or (info.start is not None and info.owner == caller.tenant)
-        if not own or info.state is State.FREE:
-            shape.others = max(shape.others, int(info.state is not State.FREE))
+        if not own or info.state == FREE:
+            shape.others = max(shape.others, int(info.state != FREE))
             return shape
         if caller.admin or info.owner == caller.tenant:
             shape.tenant = shown(info.owner)
