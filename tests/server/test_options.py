@@ -54,7 +54,7 @@ FLAGS = """--host 0.0.0.0 --port 8123 --uds /tmp/x.sock --allowed-origins https:
 --served-model-name one --served-model-name two --max-logprobs 7 --api-key k1 --api-key k2 --share-prefixes
 --max-body-bytes 2MiB --max-prompts-per-request 3 --max-queued-requests 4 --header-timeout 1.5 --body-timeout 2.5
 --timeout-keep-alive 3.5 --drain-timeout 4.5 --step-timeout 5.5 --max-connections 5
---disable-log-requests --log-prompts --metrics-namespace vllm
+--disable-log-requests --log-prompts --metrics-namespace vllm --no-ui --ui-show-text
 --ssl-cert-reqs 1 --admin-api-key k0
 --block-size 32 --max-num-seqs 3 --max-num-batched-tokens 77 --scheduling-policy priority
 --kv-cache-memory-bytes 1GiB --no-enable-prefix-caching --max-model-len 99 --seed 12 --num-threads 1
@@ -82,6 +82,8 @@ SERVER = ServerConfig(
     disable_log_requests=True,
     log_prompts=True,
     metrics_namespace="vllm",
+    no_ui=True,
+    ui_show_text=True,
     ssl_cert_reqs=1,
     admin_api_key="k0",
 )
