@@ -119,7 +119,7 @@ def test_a_file_holds_the_same(what_would_start: Any, tmp_path: Path, monkeypatc
         "served_model_name: [one, two]\nmax-logprobs: 7\napi-key: [k1, k2]\nshare-prefixes: true\n"
         "max-body-bytes: 2MiB\nmax-prompts-per-request: 3\nmax-queued-requests: 4\nheader-timeout: 1.5\n"
         "body-timeout: 2.5\ntimeout-keep-alive: 3.5\ndrain-timeout: 4.5\nstep-timeout: 5.5\n"
-        "max-connections: 5\ndisable-log-requests: true\n"
+        "max-connections: 5\ndisable-log-requests: true\nno-ui: true\nui-show-text: true\n"
         "log-prompts: true\nmetrics-namespace: vllm\nssl-cert-reqs: 1\nadmin-api-key: k0\n"
         "block-size: 32\nmax-num-seqs: 3\n"
         "max-num-batched-tokens: 77\nscheduling-policy: priority\nkv-cache-memory-bytes: 1GiB\n"
