@@ -50,7 +50,7 @@ START_S = 10.0
 Runs = list[tuple[int, int, int, int]]
 
 
-class TierRuns(Struct):
+class MapRuns(Struct):
     """Pages of a tier: runs of (first page, how many, number of the state, holder)."""
 
     name: str
@@ -58,7 +58,7 @@ class TierRuns(Struct):
     num_pages: int | UnsetType = UNSET
 
 
-class HolderShape(Struct):
+class MapHolder(Struct):
     """Whose pages are: a session's, a request's, of a tenant's that nobody uses, or of several sessions'."""
 
     id: int
@@ -73,7 +73,7 @@ class HolderShape(Struct):
     hit_tokens: int
 
 
-class TierStates(Struct):
+class MapTier(Struct):
     """A tier's pages: as the audit counts them, and by state. `idle_shared` of those shared nobody uses now."""
 
     total: int
@@ -85,7 +85,7 @@ class TierStates(Struct):
     idle_shared: int
 
 
-class Totals(Struct):
+class MapTotals(Struct):
     """Counts since the start: of pages, moves, preemptions, tokens."""
 
     evicted: int
@@ -104,7 +104,7 @@ class Totals(Struct):
     hit_tokens: int
 
 
-class Latency(Struct):
+class MapLatency(Struct):
     """Of the last ten seconds, within 5 %."""
 
     p50: float
@@ -112,19 +112,19 @@ class Latency(Struct):
     n: int
 
 
-class FeedStats(Struct):
+class MapStats(Struct):
     """Figures that go with every change."""
 
-    tiers: dict[str, TierStates]
+    tiers: dict[str, MapTier]
     running: int
     waiting: int
-    totals: Totals
+    totals: MapTotals
     saved_by_sharing_pages: int
-    ttft_s: Latency | None
-    itl_s: Latency | None
+    ttft_s: MapLatency | None
+    itl_s: MapLatency | None
 
 
-class RequestShape(Struct):
+class MapRequest(Struct):
     """A request that has not ended."""
 
     id: str
@@ -141,7 +141,7 @@ class RequestShape(Struct):
     preemptions: int
 
 
-class Sample(Struct):
+class MapSample(Struct):
     """One second of the history: pages by state on each tier, what happened in it, latencies (medians) up to it."""
 
     time: float
@@ -158,7 +158,7 @@ class Sample(Struct):
     waiting: int
 
 
-class Snapshot(Struct, kw_only=True):
+class MapSnapshot(Struct, kw_only=True):
     """Everything at one moment."""
 
     version: int = 1
@@ -171,24 +171,24 @@ class Snapshot(Struct, kw_only=True):
     show_text: bool
     admin: bool
     states: list[str]
-    tiers: list[TierRuns]
-    holders: list[HolderShape]
-    stats: FeedStats
-    requests: list[RequestShape]
+    tiers: list[MapRuns]
+    holders: list[MapHolder]
+    stats: MapStats
+    requests: list[MapRequest]
     num_requests: int
-    history: list[Sample]
+    history: list[MapSample]
 
 
-class Delta(Struct, kw_only=True):
+class MapDelta(Struct, kw_only=True):
     """What changed since the last one."""
 
     seq: int
     time: float
-    tiers: list[TierRuns]
-    holders: list[HolderShape]
+    tiers: list[MapRuns]
+    holders: list[MapHolder]
     gone: list[int]
-    stats: FeedStats
-    requests: list[RequestShape] | UnsetType = UNSET
+    stats: MapStats
+    requests: list[MapRequest] | UnsetType = UNSET
     num_requests: int
 
 
@@ -214,7 +214,7 @@ class Feed:
     ) -> None:
         self._llm, self._model, self._show_text = llm, model, show_text
         self._first_token_s, self._token_s = first_token_s, token_s
-        self._history: deque[Sample] = deque(maxlen=SAMPLES)
+        self._history: deque[MapSample] = deque(maxlen=SAMPLES)
         self._sampling: asyncio.Task[None] | None = None
         self._ending = asyncio.Event()
         self._num_watchers = self.num_streams = 0
@@ -227,7 +227,7 @@ class Feed:
         self._begun_at = 0  # whoever is not beyond this one needs a snapshot
         self._news = asyncio.Event()  # replaced at each change
         self._bodies: dict[tuple[str | None, int], bytes] = {}  # of the latest change, by view and place
-        self._last_stats: FeedStats | None = None
+        self._last_stats: MapStats | None = None
         llm.on_map = self._take
 
     def start(self) -> None:
@@ -377,12 +377,12 @@ class Feed:
         if body is None:
             assert self._latest is not None
             tiers = [
-                TierRuns(name, list(self._shown(_whole(cells), view)), len(cells))
+                MapRuns(name, list(self._shown(_whole(cells), view)), len(cells))
                 for name, cells in zip(NAMES, self._cells, strict=True)
                 if cells
             ]
             now = time.monotonic()
-            snapshot = Snapshot(
+            snapshot = MapSnapshot(
                 seq=self._latest.step,
                 time=time.time(),
                 model=self._model,
@@ -414,10 +414,10 @@ class Feed:
             tiers = []
             for tier, name in enumerate(NAMES):
                 if runs := list(self._shown(self._since(changes, tier), view)):
-                    tiers.append(TierRuns(name, runs))
+                    tiers.append(MapRuns(name, runs))
             holders = [self._holders[number] for number in told if number in self._holders]
             gone = [holder for change in changes for holder in change.gone if holder.id not in born]
-            delta = Delta(
+            delta = MapDelta(
                 seq=self._latest.step,
                 time=time.time(),
                 tiers=tiers,
@@ -465,9 +465,9 @@ class Feed:
         if end > start:
             yield (start, end - start, *last)
 
-    def _holder(self, holder: Holder, now: float) -> HolderShape:
+    def _holder(self, holder: Holder, now: float) -> MapHolder:
         session = holder.kind == "session"
-        return HolderShape(
+        return MapHolder(
             holder.id,
             holder.kind,
             shown(holder.tenant),
@@ -480,14 +480,14 @@ class Feed:
             holder.hit_tokens,
         )
 
-    def _requests(self, view: str | None, now: float) -> list[RequestShape]:
+    def _requests(self, view: str | None, now: float) -> list[MapRequest]:
         shapes = []
         for info in self._latest.requests if self._latest is not None else ():
             stream = self._llm.stream(info.request_id)
             if stream is None or (view is not None and stream.request.tenant != view):
                 continue
             shapes.append(
-                RequestShape(
+                MapRequest(
                     info.request_id,
                     shown(stream.request.tenant),
                     stream.request.session_id,
@@ -507,11 +507,11 @@ class Feed:
     def _num_requests(self, view: str | None) -> int:
         return self._llm.num_open if view is None else self._llm.num_open_of(view)
 
-    def _stats(self) -> FeedStats:
+    def _stats(self) -> MapStats:
         if self._last_stats is None:
             assert self._latest is not None
             stats = self._llm.stats()
-            self._last_stats = FeedStats(
+            self._last_stats = MapStats(
                 _tiers(stats, self._latest.counts),
                 stats.num_running,
                 stats.num_waiting,
@@ -537,7 +537,7 @@ class Feed:
             counts = self._latest.counts if self._latest is not None and self._complete else None
             pages = {name: tier.states for name, tier in _tiers(stats, counts).items()}
             self._history.append(
-                Sample(
+                MapSample(
                     round(time.time(), 3),
                     pages.get("device", {}),
                     pages.get("host", {}),
@@ -576,7 +576,7 @@ def _sees(view: str | None, holder: Holder) -> bool:
     return view is None or holder.tenant == view
 
 
-def _tiers(stats: EngineStats, counts: list[list[int]] | None) -> dict[str, TierStates]:
+def _tiers(stats: EngineStats, counts: list[list[int]] | None) -> dict[str, MapTier]:
     """The tiers there are. Without counts by state the states are made of what is always known: shared pages are then
     counted as active, and idle ones that several sessions share as idle.
     """
@@ -592,16 +592,16 @@ def _tiers(stats: EngineStats, counts: list[list[int]] | None) -> dict[str, Tier
             known = [pages.free, pages.referenced - pinned, 0, pinned, kept, pages.cached - kept, 0, 0]
         states = {name: known[number] for number, name in enumerate(STATES)}
         states["shared"] += known[SHARED_IDLE]
-        shapes[tier.name.lower()] = TierStates(
+        shapes[tier.name.lower()] = MapTier(
             pages.total, pages.referenced, pages.cached, pages.free, pinned, states, known[SHARED_IDLE]
         )
     return shapes
 
 
-def _totals(stats: EngineStats) -> Totals:
+def _totals(stats: EngineStats) -> MapTotals:
     cache, steps, moves = stats.cache, stats.scheduler, stats.moves
     moved = moves.moved.items()
-    return Totals(
+    return MapTotals(
         cache.pages_evicted,
         moves.pages_dropped,
         cache.pages_copied,
@@ -619,15 +619,15 @@ def _totals(stats: EngineStats) -> Totals:
     )
 
 
-def _latency(times: Percentiles | None) -> Latency | None:
-    return None if times is None else Latency(*times)
+def _latency(times: Percentiles | None) -> MapLatency | None:
+    return None if times is None else MapLatency(*times)
 
 
 def rate(text: str | None) -> float:
     """What `hz` says. Raises APIError(400)."""
     if text is None:
         return MAX_HZ
-    if not re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,6})?", text) or not MIN_HZ <= float(text) <= MAX_HZ:
+    if not re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,20})?", text) or not MIN_HZ <= float(text) <= MAX_HZ:
         message = f"hz: must be a number from {MIN_HZ:g} to {MAX_HZ:g}"
         raise APIError(400, message, param="hz", code="invalid_value")
     return float(text)
