@@ -553,6 +553,7 @@ class Feed:
                 )
             )
             before = totals
+            self._bodies.clear()  # so that no snapshot is older than this
             if self._num_watchers and self._complete:
                 last, self._last_stats = self._last_stats, None
                 if last != self._stats():
