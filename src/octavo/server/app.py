@@ -38,6 +38,7 @@ from octavo.errors import (
     RequestTooLarge,
 )
 from octavo.models.tokenizer import Tokenizer
+from octavo.server import assets
 from octavo.server.explain import Stories
 from octavo.server.feed import Feed, rate
 from octavo.server.keys import Caller, Keys
@@ -182,6 +183,7 @@ class Application:
             Route("/version", self._version, methods=["GET"]),
             Route("/metrics", self._metrics, methods=["GET"]),
             Route("/openapi.json", self._openapi, methods=["GET"]),
+            *(() if self.config.no_ui else assets.routes()),
         ]
         middleware = [Middleware(_Watched, metrics=self.metrics, log=not self.config.disable_log_requests)]
         if self.config.allowed_origins:

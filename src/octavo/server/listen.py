@@ -95,9 +95,11 @@ async def _serve(path: Path, model: str, server: ServerConfig, engine: EngineCon
             serving = asyncio.create_task(web.serve(sockets=[sock]))
             while not web.started and not serving.done():
                 await asyncio.sleep(0.005)
-            _log.info(
-                "ready", extra={"fields": {"url": _url(server, sock), "models": list(app.names), "pid": os.getpid()}}
-            )
+            url = _url(server, sock)
+            fields = {"url": url, "models": list(app.names), "pid": os.getpid()}
+            if not server.no_ui and server.uds is None:
+                fields["memory_view"] = f"{url}/ui/"
+            _log.info("ready", extra={"fields": fields})
             dying = asyncio.ensure_future(failed.wait())
             await asyncio.wait((serving, waiting, dying), return_when=asyncio.FIRST_COMPLETED)
             await _drain(app, web, 0.0 if dying.done() else server.drain_timeout)
