@@ -30,6 +30,7 @@ from octavo.server.recent import Percentiles, Recent
 from octavo.types import Tier
 
 if TYPE_CHECKING:
+    from octavo.cache.manager import TierPages
     from octavo.engine.process import EngineStats
     from octavo.engine.watching import Mapped
 
@@ -382,6 +383,7 @@ class Feed:
                 if cells
             ]
             now = time.monotonic()
+            requests = self._requests(view, now)
             snapshot = MapSnapshot(
                 seq=self._latest.step,
                 time=time.time(),
@@ -395,8 +397,8 @@ class Feed:
                 tiers=tiers,
                 holders=[self._holder(at, now) for at in self._holders.values() if _sees(view, at)],
                 stats=self._stats(),
-                requests=self._requests(view, now),
-                num_requests=self._num_requests(view),
+                requests=requests,
+                num_requests=self._num_requests(view, requests),
                 history=list(self._history),
             )
             body = self._bodies[view, -1] = encode(snapshot)
@@ -417,6 +419,7 @@ class Feed:
                     tiers.append(MapRuns(name, runs))
             holders = [self._holders[number] for number in told if number in self._holders]
             gone = [holder for change in changes for holder in change.gone if holder.id not in born]
+            requests = self._requests(view, now)
             delta = MapDelta(
                 seq=self._latest.step,
                 time=time.time(),
@@ -424,10 +427,11 @@ class Feed:
                 holders=[self._holder(holder, now) for holder in holders if _sees(view, holder)],
                 gone=[holder.id for holder in gone if _sees(view, holder)],
                 stats=self._stats(),
-                num_requests=self._num_requests(view),
+                num_requests=self._num_requests(view, requests),
             )
-            if any(change.requests for change in changes):
-                delta.requests = self._requests(view, now)
+            ended = any(self._llm.stream(info.request_id) is None for info in self._latest.requests)
+            if ended or any(change.requests for change in changes):
+                delta.requests = requests
             body = self._bodies[view, at] = encode(delta)
         return body
 
@@ -504,15 +508,19 @@ class Feed:
             )
         return shapes
 
-    def _num_requests(self, view: str | None) -> int:
-        return self._llm.num_open if view is None else self._llm.num_open_of(view)
+    def _num_requests(self, view: str | None, listed: list[MapRequest]) -> int:
+        """How many there are: those listed, if that is all."""
+        assert self._latest is not None
+        if self._latest.num_requests == len(self._latest.requests):
+            return len(listed)
+        return self._latest.num_requests if view is None else self._llm.num_open_of(view)
 
     def _stats(self) -> MapStats:
         if self._last_stats is None:
             assert self._latest is not None
             stats = self._llm.stats()
             self._last_stats = MapStats(
-                _tiers(stats, self._latest.counts),
+                {name: tier for name, tier in zip(NAMES, _told(self._latest), strict=True) if tier.total},
                 stats.num_running,
                 stats.num_waiting,
                 _totals(stats),
@@ -534,8 +542,8 @@ class Feed:
             stats = self._llm.stats()
             totals = _totals(stats)
             first, token = self._first_token_s.percentiles(), self._token_s.percentiles()
-            counts = self._latest.counts if self._latest is not None and self._complete else None
-            pages = {name: tier.states for name, tier in _tiers(stats, counts).items()}
+            tiers = _told(self._latest) if self._latest is not None and self._complete else _known(stats)
+            pages = {name: tier.states for name, tier in zip(NAMES, tiers, strict=True) if tier.total}
             self._history.append(
                 MapSample(
                     round(time.time(), 3),
@@ -577,26 +585,27 @@ def _sees(view: str | None, holder: Holder) -> bool:
     return view is None or holder.tenant == view
 
 
-def _tiers(stats: EngineStats, counts: list[list[int]] | None) -> dict[str, MapTier]:
-    """The tiers there are. Without counts by state the states are made of what is always known: shared pages are then
-    counted as active, and idle ones that several sessions share as idle.
+def _known(stats: EngineStats) -> list[MapTier]:
+    """The tiers, as far as they are known while nobody watches: shared pages are counted as active, and idle ones that
+    several sessions share as idle.
     """
-    shapes = {}
+    tiers = []
     for tier, pages in stats.tiers.pages.items():
-        if not pages.total:
-            continue
-        pinned = stats.tiers.num_pinned[tier]
-        if counts is not None:
-            known = counts[tier]
-        else:
-            kept = stats.tiers.num_kept[tier]
-            known = [pages.free, pages.referenced - pinned, 0, pinned, kept, pages.cached - kept, 0, 0]
-        states = {name: known[number] for number, name in enumerate(STATES)}
-        states["shared"] += known[SHARED_IDLE]
-        shapes[tier.name.lower()] = MapTier(
-            pages.total, pages.referenced, pages.cached, pages.free, pinned, states, known[SHARED_IDLE]
-        )
-    return shapes
+        pinned, kept = stats.tiers.num_pinned[tier], stats.tiers.num_kept[tier]
+        counts = [pages.free, pages.referenced - pinned, 0, pinned, kept, pages.cached - kept, 0, 0]
+        tiers.append(_tier(pages, pinned, counts))
+    return tiers
+
+
+def _told(news: Mapped) -> list[MapTier]:
+    """The tiers as they were told."""
+    return [_tier(*at) for at in zip(news.pages, news.num_pinned, news.counts, strict=True)]
+
+
+def _tier(pages: TierPages, pinned: int, counts: list[int]) -> MapTier:
+    states = {name: counts[number] for number, name in enumerate(STATES)}
+    states["shared"] += counts[SHARED_IDLE]
+    return MapTier(*pages, pinned, states, counts[SHARED_IDLE])
 
 
 def _totals(stats: EngineStats) -> MapTotals:
