@@ -16,6 +16,7 @@ import msgspec
 
 from octavo.cache import look, watch
 from octavo.cache.look import PageInfo, Tree
+from octavo.cache.manager import TierPages
 from octavo.cache.watch import Holder
 from octavo.engine.core import EngineCore
 from octavo.types import Place, RequestInfo, Tier
@@ -37,6 +38,7 @@ class Watch(msgspec.Struct, array_like=True, tag=True):
 class Mapped(msgspec.Struct, array_like=True, tag=True):
     """What changed up to this step: octavo.cache.watch.News, its runs as C unsigned ints, and the requests there are.
 
+    `pages` and `num_pinned` are the audit's counts of the tiers then; `requests` are some of `num_requests`.
     `first` says that every page is free but for what this and the next messages say. `time` is CLOCK_MONOTONIC.
     """
 
@@ -49,7 +51,10 @@ class Mapped(msgspec.Struct, array_like=True, tag=True):
     holders: list[Holder]
     gone: list[int]
     num_saved: int
+    pages: list[TierPages]
+    num_pinned: list[int]
     requests: list[RequestInfo]
+    num_requests: int
 
 
 class LookAtPage(msgspec.Struct, array_like=True, tag=True):
@@ -139,7 +144,10 @@ class Observing:
                 news.holders,
                 news.gone,
                 news.num_saved,
+                list(core.cache.tier_pages().values()),
+                list(core.cache.sessions.num_pinned),
                 core.scheduler.infos(MAX_REQUESTS),
+                core.scheduler.num_requests,
             )
         )
         self._first = False
