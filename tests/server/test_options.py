@@ -119,7 +119,7 @@ def test_a_file_holds_the_same(what_would_start: Any, tmp_path: Path, monkeypatc
         "max-body-bytes: 2MiB\nmax-prompts-per-request: 3\nmax-queued-requests: 4\nheader-timeout: 1.5\n"
         "body-timeout: 2.5\ntimeout-keep-alive: 3.5\ndrain-timeout: 4.5\nstep-timeout: 5.5\n"
         "max-connections: 5\ndisable-log-requests: true\n"
-        "log-prompts: true\nmetrics-namespace: vllm\nssl-cert-reqs: 1\nadmin-api-key: k0\n"
+        "log-prompts: true\nmetrics-namespace: vllm\nno-ui: true\nui-show-text: true\nssl-cert-reqs: 1\nadmin-api-key: k0\n"
         "block-size: 32\nmax-num-seqs: 3\n"
         "max-num-batched-tokens: 77\nscheduling-policy: priority\nkv-cache-memory-bytes: 1GiB\n"
         "enable-prefix-caching: false\nmax-model-len: 99\nseed: 12\nnum-threads: 1\nkv-cache-dtype: fp32\n"
