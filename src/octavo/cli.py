@@ -943,14 +943,14 @@ def throughput(
 
 
 COMPARED = ("mixed", "uniform", "prefix")
-PAGED_ONLY = (
-    *("block_size", "enable_prefix_caching", "swap_space", "kv_offload_dir", "kv_offload_space", "restore"),
-    *("preemption_mode", "session_ttl", "max_pinned_fraction", "kv_quota"),
+CACHED_ONLY = (
+    *("enable_prefix_caching", "swap_space", "kv_offload_dir", "kv_offload_space", "restore", "preemption_mode"),
+    *("session_ttl", "max_pinned_fraction", "kv_quota"),
 )
 
 
 @bench.command()
-@takes(seed=1, max_model_len=2048, without=("kv_layout", UNGATED, *PAGED_ONLY))
+@takes(seed=1, max_model_len=2048, without=("kv_layout", "block_size", UNGATED, *CACHED_ONLY))
 def compare(
     model: Model,
     workload: Annotated[
@@ -1003,7 +1003,7 @@ def compare(
 
 
 @bench.command("prefix-cache")
-@takes(seed=1, max_num_seqs=32, kv_cache_memory_bytes=1 << 30, without=("kv_layout", "enable_prefix_caching", UNGATED))
+@takes(seed=1, max_num_seqs=32, kv_cache_memory_bytes=1 << 30, without=("kv_layout", UNGATED, *CACHED_ONLY))
 def prefix_cache(
     model: Model,
     workload: Annotated[
