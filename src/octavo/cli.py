@@ -641,7 +641,7 @@ def _simulated(of: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "moves", ", ".join(f"{name} {count:,}" for name, count in of["moves"].items())
 
 
-bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure this engine on this machine.")
+bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure this engine, or any server.")
 app.add_typer(bench, name="bench")
 
 
@@ -830,7 +830,7 @@ def bench_serve(
             "--num-requests",
             "--num-prompts",
             min=1,
-            help="How many in a run; the default is all of a trace, else 64.",
+            help="How many in a run; the default is all of a trace, or usually 64.",
             rich_help_panel="Load",
         ),
     ] = None,
