@@ -3,13 +3,14 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test lint format docs build peers growth clean help
+.PHONY: demo test lint format docs build peers growth vendor clean help
 .DEFAULT_GOAL := help
 
 VENV := .venv
 BIN := $(VENV)/bin
 # Twice quiet: errors only, not a warning for each index folder that lacks a package.
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --constraint constraints.txt
+UPLOT := 1.6.32
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
 demo: $(VENV)/built ## generate for several prompts at once, and account for every page
@@ -31,7 +32,7 @@ format: $(VENV)/dev ## format the sources and mend what can be mended
 
 docs: $(VENV)/built ## write the help texts into docs/cli.md
 	@{ printf '# The command line\n\nWhat `--help` prints; `make docs` writes this page.\n'; \
-	  for command in '' 'generate ' 'chat ' 'serve ' 'pull ' 'plan ' 'simulate ' 'bench ' 'bench throughput ' 'bench calibrate ' 'bench compare ' 'bench prefix-cache ' 'bench day ' 'bench quality '; do \
+	  for command in '' 'generate ' 'chat ' 'serve ' 'top ' 'pull ' 'plan ' 'simulate ' 'advise ' 'bench ' 'bench throughput ' 'bench calibrate ' 'bench compare ' 'bench day ' 'bench quality ' 'bench prefix-cache ' 'bench serve '; do \
 	    printf '\n```console\n$$ octavo %s--help\n' "$$command"; COLUMNS=80 $(BIN)/octavo $$command--help; printf '```\n'; \
 	  done; } > docs/cli.md
 
@@ -43,6 +44,10 @@ peers: $(VENV)/built .venv-peers/installed ## run Octavo and OpenVINO GenAI in t
 growth: $(VENV)/built ## plot the time of a step against context, running sequences and cached pages: docs/growth.png
 	@$(INSTALL) --group bench
 	@$(BIN)/python bench/growth.py --plot docs/growth.png --json growth.json
+
+vendor: ## fetch the plotting library of the memory view again, in the version that is committed; needs npm
+	@folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; cd "$$folder"; npm pack --silent uplot@$(UPLOT) >/dev/null; tar xzf uplot-$(UPLOT).tgz; \
+	  cp package/LICENSE package/dist/uPlot.esm.js package/dist/uPlot.min.css "$(CURDIR)/src/octavo/server/ui/uplot/"
 
 clean: ## remove everything that make made
 	rm -rf $(VENV) .venv-peers build dist src/octavo/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis

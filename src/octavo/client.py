@@ -1,6 +1,7 @@
-"""A client of OpenAI-compatible servers, for `octavo chat --url`: conversations out, text in as it comes.
+"""A client of servers: any OpenAI-compatible one for `octavo chat --url`, conversations out and text in as it comes.
 
-It owns one conversation's HTTP and nothing of an engine, and needs only the standard library.
+It owns the HTTP of one conversation, or of one who watches, and nothing of an engine, and needs only the standard
+library.
 """
 
 from __future__ import annotations
@@ -28,13 +29,22 @@ class Delta(NamedTuple):
     text: str
 
 
-class RemoteChat:
-    """A model behind a URL, which may end in /v1. `model` None takes the first one that the server lists.
+class Refused(OctavoError):
+    """The server's answer is an error, of this status."""
 
-    Raises ConfigError for a URL that is none, OctavoError when the server cannot be reached or fails.
+    def __init__(self, url: str, status: int, message: str) -> None:
+        super().__init__(f"{url} answers {status}: {message}")
+        self.status = status
+        self.message = message
+
+
+class Endpoint:
+    """A server behind a URL, which may end in /v1: where it is, and what every request to it says.
+
+    Raises ConfigError for a URL that is none. Every call raises OctavoError when the server cannot be reached or fails.
     """
 
-    def __init__(self, url: str, model: str | None = None, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
             port = parts.port
@@ -43,19 +53,76 @@ class RemoteChat:
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
             raise ConfigError("url", f"must look like http://localhost:8000, got {url!r}")
         self.url = url
-        self._host, self._port, self._secure = parts.hostname, port, parts.scheme == "https"
-        path = parts.path.rstrip("/")
-        self._path = path if path.endswith("/v1") else f"{path}/v1"
-        self._headers = {"Content-Type": "application/json"}
+        self.secure = parts.scheme == "https"
+        self.host, self.port = parts.hostname, port or (443 if self.secure else 80)
+        self.authority = parts.netloc.rpartition("@")[2]
+        self.root = parts.path.rstrip("/").removesuffix("/v1")
+        self.headers = {"Content-Type": "application/json"}
         if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+            self.headers["Authorization"] = f"Bearer {api_key}"
+
+    def connect(self) -> http.client.HTTPConnection:
+        """A connection that is not made yet."""
+        kind = http.client.HTTPSConnection if self.secure else http.client.HTTPConnection
+        return kind(self.host, self.port, timeout=CONNECT_S)
+
+    def ask(
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        silence_s: float = SILENCE_S,
+    ) -> http.client.HTTPResponse:
+        """Send a request, over a new connection or one that is made; `path` is what follows /v1.
+
+        Any status but 200 is raised.
+        """
+        try:
+            if connection.sock is None:
+                connection.connect()
+            connection.sock.settimeout(silence_s)
+            connection.request(method, f"{self.root}/v1{path}", body, self.headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise _refusal(self.url, response.status, response.read(65536))
+        except (OSError, http.client.HTTPException) as error:
+            raise OctavoError(f"{self.url} cannot be reached: {error}") from error
+        return response
+
+    def models(self) -> list[dict[str, Any]]:
+        """What the server lists, one model or more."""
+        try:
+            listed = list(self.json("GET", "/models")["data"])
+            str(listed[0]["id"])
+        except (LookupError, TypeError) as error:
+            raise OctavoError(f"{self.url} lists no models: is it an OpenAI-compatible server?") from error
+        return listed
+
+    def json(self, method: str, path: str, body: Any = None, silence_s: float = SILENCE_S) -> Any:
+        """Send JSON, if there is any, and read the JSON that comes back."""
+        with closing(self.connect()) as connection:
+            sent = None if body is None else json.dumps(body).encode()
+            response = self.ask(connection, method, path, sent, silence_s)
+            try:
+                return json.loads(response.read())
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                raise OctavoError(f"{self.url} answers with something that is no JSON: {error}") from error
+
+
+class RemoteChat:
+    """A model behind a URL. `model` None takes the first one that the server lists. Raises what Endpoint raises."""
+
+    def __init__(self, url: str, model: str | None = None, api_key: str | None = None) -> None:
+        self.url = url
+        self._endpoint = Endpoint(url, api_key)
         self.begin()
         self._stats = {"generation_tokens": 0, "hit_tokens": 0, "queried_tokens": 0}
-        self._model = model or self._first_model()
+        self._model = model or str(self._endpoint.models()[0]["id"])
 
     def begin(self) -> None:
         """Begin another conversation, which servers that know sessions keep apart from the last one."""
-        self._headers["X-Session-ID"] = uuid.uuid4().hex
+        self._endpoint.headers["X-Session-ID"] = uuid.uuid4().hex
 
     def stream_chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams) -> Generator[Delta]:
         """Answer a conversation. Closing the generator early closes the connection, which ends the answer."""
@@ -66,8 +133,8 @@ class RemoteChat:
             "stream_options": {"include_usage": True},
             **_changed(params),
         }
-        with closing(self._connect()) as connection:
-            response = self._ask(connection, "POST", "/chat/completions", json.dumps(body).encode())
+        with closing(self._endpoint.connect()) as connection:
+            response = self._endpoint.ask(connection, "POST", "/chat/completions", json.dumps(body).encode())
             try:
                 for line in response:
                     if line.startswith(b"data:"):
@@ -89,35 +156,9 @@ class RemoteChat:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def _first_model(self) -> str:
-        with closing(self._connect()) as connection:
-            try:
-                listed = json.loads(self._ask(connection, "GET", "/models").read())["data"]
-                return str(listed[0]["id"])
-            except (OSError, http.client.HTTPException, LookupError, TypeError, ValueError) as error:
-                raise OctavoError(f"{self.url} lists no models: is it an OpenAI-compatible server?") from error
-
-    def _connect(self) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        return kind(self._host, self._port, timeout=CONNECT_S)
-
-    def _ask(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None = None
-    ) -> http.client.HTTPResponse:
-        try:
-            connection.connect()
-            connection.sock.settimeout(SILENCE_S)
-            connection.request(method, self._path + path, body, self._headers)
-            response = connection.getresponse()
-            if response.status != 200:
-                raise _refusal(self.url, response.status, response.read(65536))
-        except (OSError, http.client.HTTPException) as error:
-            raise OctavoError(f"{self.url} cannot be reached: {error}") from error
-        return response
-
     def _take(self, chunk: Any) -> Generator[Delta]:
         if "error" in chunk:
-            raise OctavoError(f"{self.url}: {_message(chunk)}")
+            raise OctavoError(f"{self.url}: {message_of(chunk)}")
         for choice in chunk.get("choices") or ():
             text = (choice.get("delta") or {}).get("content")
             if text:
@@ -143,15 +184,16 @@ def _changed(params: SamplingParams) -> dict[str, Any]:
 def _refusal(url: str, status: int, body: bytes) -> OctavoError:
     try:
         document = json.loads(body)
-        message, field = _message(document), (document.get("error") or {}).get("param")
+        message, field = message_of(document), (document.get("error") or {}).get("param")
     except (AttributeError, ValueError):
         message, field = body[:200].decode(errors="replace"), None
     if status in (400, 422):
         field = str(field or "messages")
         return InvalidRequest(field, message.removeprefix(f"{field}: "))
-    return OctavoError(f"{url} answers {status}: {message}")
+    return Refused(url, status, message)
 
 
-def _message(document: Any) -> str:
-    error = document.get("error") or document
+def message_of(document: Any) -> str:
+    """What an error says, in OpenAI's form or in another."""
+    error = (document.get("error") or document) if isinstance(document, dict) else document
     return str(error.get("message", error) if isinstance(error, dict) else error)

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, get_args
 from octavo.errors import InvalidRequest
 
 FinishReason = Literal["stop", "length", "abort"]
+ToldPhase = Literal["waiting", "loading", "parked", "prefilling", "decoding"]
 GuideKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
 
 MAX_SEED = 2**64 - 1
@@ -343,6 +344,71 @@ class Output(NamedTuple):
     num_preemptions: int
     prompt_logprobs: Sequence[Sampled] | None = None
     score: float | None = None
+
+
+MissReason = Literal[
+    "new",
+    "evicted",
+    "other_identity",
+    "tail",
+    "last_token",
+    "caching_off",
+    "prompt_logprobs",
+    "not_worth_loading",
+    "load_failed",
+]
+
+
+class Missed(NamedTuple):
+    """Tokens of a prompt that were not found, and why. Of what was forgotten: `how`, for which `request` of which
+    `tenant`, how long ago. Of what lies under another identity: whose it is.
+    """
+
+    start: int
+    stop: int
+    reason: MissReason
+    how: str = ""
+    request: str = ""
+    tenant: str = ""
+    ago_s: float = 0.0
+
+
+class Found(NamedTuple):
+    """What a request's first admission found: tokens by tier, tokens of a part of a page, and what it did not."""
+
+    by_tier: tuple[int, ...]
+    copied: int
+    missed: Sequence[Missed]
+
+
+class Note(NamedTuple):
+    """What befell a request. "admitted": `found`. "arrived": its pages have come from the tiers below.
+
+    "preempted": choice `index` gave way to the request `by`, or to nobody in particular, with `num_tokens` computed;
+    "resumed": of which it must compute so many again.
+    """
+
+    request_id: str
+    what: Literal["admitted", "arrived", "preempted", "resumed"]
+    index: int = 0  # type: ignore[assignment]  # hides tuple.index
+    num_tokens: int = 0
+    by: str | None = None
+    found: Found | None = None
+
+
+class RequestInfo(NamedTuple):
+    """How far a request has come. Of several choices: tokens of all of them, pages that any of them names, the phase of
+    the one that is furthest. `num_cached` is None until the first admission.
+    """
+
+    request_id: str
+    phase: ToldPhase
+    num_cached: int | None
+    num_computed: int
+    num_generated: int
+    max_tokens: int
+    num_pages: int
+    num_preemptions: int
 
 
 class SessionInfo(NamedTuple):

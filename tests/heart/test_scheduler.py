@@ -61,6 +61,23 @@ def test_a_request_that_fills_the_pool_alone_is_served() -> None:
     engine.close()
 
 
+def test_slots_are_counted_as_each_running_sequence_fills_its_pages() -> None:
+    engine = make_engine(64, max_num_batched_tokens=6)  # pages of 4 tokens
+    assert engine.scheduler.slots == (0, 0)
+    engine.add(Request("a", prompt(10), greedy(3)))
+    engine.step()
+    assert engine.scheduler.slots == (6, 6)  # three pages were reserved for the prompt
+    engine.step()
+    assert engine.scheduler.slots == (10, 2)
+    engine.add(Request("b", prompt(5, 1), greedy(2)))
+    engine.step()
+    assert engine.scheduler.slots == (11 + 5, 1 + 3)
+    while engine.has_work:
+        engine.step()
+    assert engine.scheduler.slots == (0, 0)
+    engine.close()
+
+
 def test_without_max_tokens_the_answer_ends_with_the_last_storable_token() -> None:
     engine = make_engine(6)
     outputs = run(engine, [Request("open", prompt(20), greedy(None))])["open"][0]  # type: ignore[arg-type]

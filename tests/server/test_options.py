@@ -54,7 +54,7 @@ FLAGS = """--host 0.0.0.0 --port 8123 --uds /tmp/x.sock --allowed-origins https:
 --served-model-name one --served-model-name two --max-logprobs 7 --api-key k1 --api-key k2 --share-prefixes
 --max-body-bytes 2MiB --max-prompts-per-request 3 --max-queued-requests 4 --header-timeout 1.5 --body-timeout 2.5
 --timeout-keep-alive 3.5 --drain-timeout 4.5 --step-timeout 5.5 --max-connections 5
---disable-log-requests --log-prompts --metrics-namespace vllm
+--disable-log-requests --log-prompts --metrics-namespace vllm --no-ui --ui-show-text
 --ssl-cert-reqs 1 --admin-api-key k0
 --block-size 32 --max-num-seqs 3 --max-num-batched-tokens 77 --scheduling-policy priority
 --kv-cache-memory-bytes 1GiB --no-enable-prefix-caching --max-model-len 99 --seed 12 --num-threads 1
@@ -82,6 +82,8 @@ SERVER = ServerConfig(
     disable_log_requests=True,
     log_prompts=True,
     metrics_namespace="vllm",
+    no_ui=True,
+    ui_show_text=True,
     ssl_cert_reqs=1,
     admin_api_key="k0",
 )
@@ -118,7 +120,8 @@ def test_a_file_holds_the_same(what_would_start: Any, tmp_path: Path, monkeypatc
         "max-body-bytes: 2MiB\nmax-prompts-per-request: 3\nmax-queued-requests: 4\nheader-timeout: 1.5\n"
         "body-timeout: 2.5\ntimeout-keep-alive: 3.5\ndrain-timeout: 4.5\nstep-timeout: 5.5\n"
         "max-connections: 5\ndisable-log-requests: true\n"
-        "log-prompts: true\nmetrics-namespace: vllm\nssl-cert-reqs: 1\nadmin-api-key: k0\n"
+        "log-prompts: true\nmetrics-namespace: vllm\nno-ui: true\nui-show-text: true\n"
+        "ssl-cert-reqs: 1\nadmin-api-key: k0\n"
         "block-size: 32\nmax-num-seqs: 3\n"
         "max-num-batched-tokens: 77\nscheduling-policy: priority\nkv-cache-memory-bytes: 1GiB\n"
         "enable-prefix-caching: false\nmax-model-len: 99\nseed: 12\nnum-threads: 1\nkv-cache-dtype: fp32\n"

@@ -32,6 +32,7 @@ def test_names_are_those_of_the_command_line() -> None:
 def test_figures_are_printed_and_written(tmp_path: Path) -> None:
     (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, MOONCAKE)))
     files = ["--json", str(tmp_path / "figures.json"), "--chrome-trace", str(tmp_path / "chrome.json")]
+    files += ["--html", str(tmp_path / "it.html")]
     printed = simulate(str(tmp_path / "trace.jsonl"), *GPUS, *files)
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["whole"] and figures["finished"] == 3
@@ -39,6 +40,8 @@ def test_figures_are_printed_and_written(tmp_path: Path) -> None:
     assert "3 of 3" in printed and f"{100 * figures['hit_rate']:.1f} % of the prompts' tokens" in printed
     assert figures["num_pages"] == (4 * 80 * (1 << 30) * 9 // 10 - 2 * 70_552_387_584) // (16 * 327_680)
     assert json.loads((tmp_path / "chrome.json").read_text())
+    page = (tmp_path / "it.html").read_text()
+    assert page.count("<svg") == 3 and f"{figures['num_pages']:,}; " in page  # the memory, its waste, the sequences
 
 
 def test_a_workload_at_a_rate(tmp_path: Path) -> None:
@@ -54,6 +57,24 @@ def test_a_calibration_says_what_steps_take(tmp_path: Path) -> None:
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["num_pages"] == ((1 << 20) - 1000) // 256
     assert figures["computed_tokens"] == 374 + 396 + 1 + 43 + 108
+
+
+def test_reservations_are_simulated_as_such(tmp_path: Path) -> None:
+    """Two of 1,024 tokens in the memory of 160 pages: two of uniform's 256 tokens at once."""
+    path = tmp_path / "figures.json"
+    memory = ["--kv-cache-memory-bytes", str(160 * 16 * 327_680), "--json", str(path)]
+    options = [*GPUS, *memory, "--kv-layout", "contiguous", "--max-model-len", "1024"]
+    simulate("uniform", "--requests", "6", *options)
+    figures = json.loads(path.read_text())
+    assert (figures["num_pages"], figures["finished"]) == (2, 6)
+    assert max(figures["timeline"]["running"]) == 2 and figures["num_preemptions"] == 0
+    assert figures["kv_waste"] == pytest.approx(1 - 192 / 1024, abs=0.02)
+    cost(16).save(tmp_path / "costs.json")
+    timed = ["--calibration", str(tmp_path / "costs.json"), "--kv-layout", "contiguous"]
+    simulate("uniform", "--requests", "6", *timed, "--max-model-len", "256", "--json", str(path))
+    assert json.loads(path.read_text())["num_pages"] == ((1 << 20) - 1000) // (256 * 16)
+    with pytest.raises(ConfigError, match="max_model_len: is what a reservation holds"):
+        CliRunner().invoke(cli.app, ["simulate", "mixed", *timed], catch_exceptions=False)
 
 
 def test_an_interruption_leaves_the_figures_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

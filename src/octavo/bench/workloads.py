@@ -55,13 +55,14 @@ def random_tokens(chance: random.Random, vocab_size: int, count: int) -> list[in
     return [chance.randrange(FIRST_TOKEN, vocab_size) for _ in range(count)]
 
 
-def _log_normal(chance: random.Random, mean: float, low: int, high: int, sigma: float = 0.9) -> int:
-    mu = math.log(mean) - sigma**2 / 2  # of the mean before clipping
+def log_normal(chance: random.Random, mean: float, low: int, high: int, sigma: float = 0.9) -> int:
+    """A length; the mean is that before clipping."""
+    mu = math.log(mean) - sigma**2 / 2
     return min(max(round(chance.lognormvariate(mu, sigma)), low), high)
 
 
 def _mixed(num_requests: int, vocab_size: int, chance: random.Random) -> list[Work]:
-    lengths = [(_log_normal(chance, 161, 4, 1024), _log_normal(chance, 180, 4, 512)) for _ in range(num_requests)]
+    lengths = [(log_normal(chance, 161, 4, 1024), log_normal(chance, 180, 4, 512)) for _ in range(num_requests)]
     return [Work(random_tokens(chance, vocab_size, prompt), answer) for prompt, answer in lengths]
 
 

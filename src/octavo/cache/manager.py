@@ -12,12 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from octavo.cache.explain import nothing_asked
 from octavo.cache.page_table import PageTable
 from octavo.cache.pages import PagePool
 from octavo.cache.prefix import NOWHERE, Node, PrefixIndex, Tokens, on_its_way
 from octavo.cache.sessions import Session, Sessions
 from octavo.cache.tiers import Costs, Tiers
-from octavo.types import AwaitMove, CopyPage, Moved, PageLabel, PageOp, Place, Tier
+from octavo.types import AwaitMove, CopyPage, Found, Moved, PageLabel, PageOp, Place, Tier
 
 
 class Admission(NamedTuple):
@@ -26,12 +27,13 @@ class Admission(NamedTuple):
     num_computed: tokens whose KV is in the pages and is not computed again.
     write_start: tokens whose KV is in the pages; passes num_computed by one when every token was found.
     Some of the pages may still be on their way: nothing may be computed while the table's `load` is not done, and if
-    that is not complete then, the table must be released.
+    that is not complete then, the table must be released. `found` says why it is so, if that is explained.
     """
 
     table: PageTable
     num_computed: int
     write_start: int
+    found: Found | None = None
 
 
 class Wait(NamedTuple):
@@ -169,21 +171,26 @@ class CacheManager:
         resumed: bool = False,
         owner: str = "",
         session: Session | None = None,
+        request: str = "",
+        explain: bool = False,
     ) -> Admission | Wait | None:
         """Reserve pages for all `tokens`, taking from the cache what is there.
 
         At most len(tokens) - 1 tokens count as computed: the last one's logits are needed. If all are found, its KV is
         not written again, so that even the last page stays shared. `spare` pages must remain available afterwards.
         Pages that lie below are brought back as far as that is cheaper than computing them. What is computed belongs to
-        `owner`. Returns Wait if a page that comes next is on its way already, None if there is no room.
+        `owner`; the table is for `request`. Returns Wait if a page that comes next is on its way already, None if there
+        is no room.
         """
         size, pool = self.block_size, self.pool
         if not (use_cache and self.enable_prefix_caching):
             if self.pages_for(len(tokens)) + spare > pool.num_available:
                 return None
-            table = self._open(PageTable(self.index.root(identity), array("i"), owner))
+            table = self._open(PageTable(self.index.root(identity), array("i"), owner, request, session))
             self._grow(table, self.pages_for(len(tokens)))
-            return Admission(table, 0, 0)
+            explain = explain and self.tiers.explainer is not None
+            why = nothing_asked(len(tokens), caching=self.enable_prefix_caching) if explain else None
+            return Admission(table, 0, 0, why)
 
         match = self.index.match(identity, tokens)
         if match.promise is not None and len(match.promise) == size:
@@ -207,7 +214,8 @@ class CacheManager:
         if source is not None:
             self._acquire(source)
         places = self.tiers.hold(below)
-        table = self._open(PageTable(nodes[-1] if nodes else match.root, array("i", hits), owner))
+        table = PageTable(nodes[-1] if nodes else match.root, array("i", hits), owner, request, session)
+        self._open(table)
         table.num_indexed = len(nodes)
         self._grow(table, len(hits) + num_new)
         if below:
@@ -223,10 +231,13 @@ class CacheManager:
             self.stats.queried_tokens += len(tokens)
             self.stats.hit_tokens += num_computed
             if session is not None:
-                session.queried_tokens += len(tokens)
-                session.hit_tokens += num_computed
+                self.sessions.asked(session, len(tokens), num_computed)
         self._promise(table, tokens)
-        return Admission(table, num_computed, max(found, num_computed))
+        why = None
+        if explain and self.tiers.explainer is not None:
+            on = [Tier.DEVICE] * len(hits) + [place.tier for place in places]
+            why = self.tiers.explainer.found(match, tokens, on, num_computed, owner)
+        return Admission(table, num_computed, max(found, num_computed), why)
 
     def _split(self, nodes: list[Node]) -> tuple[list[int], list[Node]]:
         """Of a path: the pages on the device, and what follows them below and is worth bringing back."""
@@ -245,7 +256,9 @@ class CacheManager:
             if stop <= room:
                 return True
             if stop <= room + self.block_size and pool.num_free:  # as nearly always, one page from those free
-                pages.append(self._take())
+                pages.append(self._take(table))
+                if self.tiers.watch is not None:
+                    self.tiers.watch.hold(table, pages[-1:])
                 return True
         num_new = self.pages_for(stop) - len(pages)
         at = start // self.block_size
@@ -254,7 +267,9 @@ class CacheManager:
             return False
         if copy:
             shared = pages[at]
-            pages[at] = self._take()
+            pages[at] = self._take(table)
+            if self.tiers.watch is not None:
+                self.tiers.watch.swap(table, shared, pages[at])
             self._copy(shared, pages[at])
             self._release(shared)
         table.tail_shared = False
@@ -278,10 +293,10 @@ class CacheManager:
             if child is None:
                 child = self.index.insert(node, key, Place(Tier.DEVICE, pages[at]), table.owner)
             elif child.page == NOWHERE:
-                child.owner = child.owner or table.owner
+                self.index.own(child, table.owner)
                 self.index.put(child, Place(Tier.DEVICE, pages[at]))
             elif child.page != pages[at]:
-                self.tiers.replace(pages, at, child.page)
+                self.tiers.replace(pages, at, child.page, table)
                 self.stats.pages_merged += 1
             node = child
         table.node = node
@@ -290,7 +305,7 @@ class CacheManager:
 
     def fork(self, table: PageTable) -> PageTable:
         """A second table over the same pages, the one being filled included; whoever writes first copies it."""
-        twin = PageTable(table.node, table.pages[:], table.owner)
+        twin = PageTable(table.node, table.pages[:], table.owner, table.request, table.session)
         twin.num_indexed = table.num_indexed
         twin.tail_shared = table.tail_shared = True
         for page in table.pages:
@@ -308,6 +323,8 @@ class CacheManager:
             table.load.table = None
         if session is not None and table.load is None:
             self.sessions.follow(session, table.node)
+        if self.tiers.watch is not None:
+            self.tiers.watch.let_go(table)
         self.tiers.release_pages(reversed(table.pages))
         del self.tables[table]
         del table.pages[:]
@@ -323,18 +340,25 @@ class CacheManager:
 
     def _open(self, table: PageTable) -> PageTable:
         self.tables[table] = None
+        if self.tiers.watch is not None:
+            self.tiers.watch.hold(table, table.pages)
         return table
 
     def _grow(self, table: PageTable, num_pages: int) -> None:
-        free = self.pool.take_free(num_pages - len(table.pages))
+        before = len(table.pages)
+        free = self.pool.take_free(num_pages - before)
         table.pages.extend(free)
         self._taken(len(free))
         for _ in range(num_pages - len(table.pages)):
-            table.pages.append(self._take())
+            table.pages.append(self._take(table))
+        if self.tiers.watch is not None:
+            self.tiers.watch.hold(table, table.pages[before:])
 
-    def _take(self) -> int:
+    def _take(self, table: PageTable) -> int:
         if self.pool.num_free == 0:
+            self.tiers.blame("evicted", table.request, table.owner)
             self._evict()
+            self.tiers.blame()
         page = self.pool.take()
         self._taken(1)
         return page

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from octavo.cache.prefix import Node
 
 if TYPE_CHECKING:
+    from octavo.cache.sessions import Session
     from octavo.cache.tiers import Load
 
 
@@ -20,14 +21,19 @@ class PageTable:
     `node` is the prefix-index node of the last findable page (the identity's root while there is none).
     `load` brings findable pages back from the tiers below; until it is done nobody may read or write them.
     `tail_shared` says that the page being filled may have other holders, so that writing it needs a copy first.
+    `request`, of `session` if it is one's, and the tenant `owner` are who it is for.
     Only the CacheManager changes a table.
     """
 
-    __slots__ = ("load", "node", "num_indexed", "owner", "pages", "promise", "tail_shared")
+    __slots__ = ("load", "node", "num_indexed", "owner", "pages", "promise", "request", "session", "tail_shared")
 
-    def __init__(self, node: Node, pages: array[int], owner: str = "") -> None:
+    def __init__(
+        self, node: Node, pages: array[int], owner: str = "", request: str = "", session: Session | None = None
+    ) -> None:
         self.node = node
         self.owner = owner
+        self.request = request
+        self.session = session
         self.pages = pages
         self.num_indexed = 0
         self.tail_shared = False

@@ -11,7 +11,8 @@ them) seem younger than they are: after t seconds as if after t · t / session_t
 pages like any other. So their advantage fades and nowhere jumps, and a kept page never goes before another that was
 released earlier: an ancestor, which is released no earlier and is kept if a descendant is, outlives it.
 
-It knows page ids and counts. It never knows whose a page is or which tokens lie in it.
+While somebody watches, it notes which pages changed. It knows page ids and counts, and never whose a page is or which
+tokens lie in it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Released(NamedTuple):
 class PagePool:
     """The pages of one tier."""
 
-    __slots__ = ("_cached", "_free", "_kept", "_num_releases", "_num_used", "_refs", "_session_ttl", "num_pages")
+    __slots__ = (
+        *("_cached", "_free", "_kept", "_num_releases", "_num_used", "_refs", "_session_ttl", "changed", "num_pages"),
+    )
 
     def __init__(self, num_pages: int, session_ttl: float = 0.0) -> None:
         self.num_pages = num_pages
@@ -43,6 +46,7 @@ class PagePool:
         self._cached: OrderedDict[int, Released] = OrderedDict()
         self._kept: OrderedDict[int, Released] = OrderedDict()
         self._num_releases = 0
+        self.changed: set[int] | None = None  # None while nobody watches
 
     @property
     def num_free(self) -> int:
@@ -51,6 +55,11 @@ class PagePool:
     @property
     def num_cached(self) -> int:
         return len(self._cached) + len(self._kept)
+
+    @property
+    def num_kept(self) -> int:
+        """Those of the cached pages that a session left and may come back for."""
+        return len(self._kept)
 
     @property
     def num_available(self) -> int:
@@ -73,6 +82,8 @@ class PagePool:
             page = self._num_used
             self._num_used += 1
         self._refs[page] = 1
+        if self.changed is not None:
+            self.changed.add(page)
         return page
 
     def take_free(self, count: int) -> list[int]:
@@ -86,6 +97,8 @@ class PagePool:
         pages += range(first, self._num_used)
         for page in pages:
             self._refs[page] = 1
+        if self.changed is not None:
+            self.changed.update(pages)
         return pages
 
     def take_these(self, pages: Collection[int]) -> None:
@@ -101,10 +114,14 @@ class PagePool:
         if self._refs[page] == 0:
             del (self._kept if page in self._kept else self._cached)[page]
         self._refs[page] += 1
+        if self.changed is not None:
+            self.changed.add(page)
 
     def release(self, page: int, *, findable: bool, kept: bool = False, now: float = 0.0) -> None:
         """One holder less. The last one leaves the page cached if it is findable, else free."""
         self._refs[page] -= 1
+        if self.changed is not None:
+            self.changed.add(page)
         if self._refs[page] == 0:
             if findable:
                 self._num_releases += 1
@@ -116,6 +133,8 @@ class PagePool:
         """Free a cached page."""
         del (self._kept if page in self._kept else self._cached)[page]
         self._free.append(page)
+        if self.changed is not None:
+            self.changed.add(page)
 
     def coldest(self, now: float) -> int:
         """The cached page that goes next; there must be one. O(1)."""

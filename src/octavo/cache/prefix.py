@@ -33,16 +33,18 @@ class Node:
     page of tokens is then found beside the place where that page would stand. `promised` holds edges that a running
     sequence is about to add. `load` is bringing the page back to the device; `moves` copy it to tiers below.
     `unmoved`: the last copy to a tier below failed. `kept`: it was on the path of a session; `num_sessions`: of so many
-    it is now; `sessions`: those that end here. `owner`: the tenant who computed it.
+    it is now, `led_by`: their numbers, one exclusive-or the other; `sessions`: those that end here. `owner`: the tenant
+    who computed it. `root` is None of a root.
     """
 
     __slots__ = (
-        *("__weakref__", "children", "digest", "kept", "load", "moves", "num_sessions", "ordered", "owner", "parent"),
-        *("places", "promised", "sessions", "tokens", "unmoved"),
+        *("__weakref__", "children", "digest", "kept", "led_by", "load", "moves", "num_sessions", "ordered", "owner"),
+        *("parent", "places", "promised", "root", "sessions", "tokens", "unmoved"),
     )
 
     def __init__(self, parent: Node | None, tokens: Tokens, owner: str = "") -> None:
         self.parent = parent
+        self.root: Root | None = None if parent is None else parent if isinstance(parent, Root) else parent.root
         self.tokens = tokens
         self.owner = owner
         self.places = [NOWHERE, NOWHERE, NOWHERE]
@@ -53,7 +55,7 @@ class Node:
         self.moves: tuple[Move, ...] = ()
         self.unmoved = False
         self.kept = False
-        self.num_sessions = 0
+        self.num_sessions = self.led_by = 0
         self.sessions: dict[Session, None] | None = None
         self.digest: bytes | None = None
 
@@ -84,6 +86,21 @@ class Node:
             node = node.parent
 
 
+class Root(Node):
+    """Where the prompts of an identity begin; it has no page."""
+
+    __slots__ = ("identity",)
+
+    def __init__(self, identity: tuple[str, ...] = ()) -> None:
+        super().__init__(None, ())
+        self.identity = identity
+
+    @property
+    def tenant(self) -> str:
+        """The only tenant whose prompts begin here, or "" if any may."""
+        return self.identity[1] if self.identity[:1] == ("key",) else ""
+
+
 class Match(NamedTuple):
     """The longest cached beginning of some tokens.
 
@@ -92,7 +109,7 @@ class Match(NamedTuple):
     sequence is about to compute it, or a copy of it is under way.
     """
 
-    root: Node
+    root: Root
     node: Node
     nodes: list[Node]
     partial: Node | None
@@ -105,9 +122,11 @@ class PrefixIndex:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._roots: WeakValueDictionary[tuple[str, ...], Node] = WeakValueDictionary()
-        self._restored: dict[bytes, Node] = {}
+        self._roots: WeakValueDictionary[tuple[str, ...], Root] = WeakValueDictionary()
+        self._restored: dict[bytes, Root] = {}
+        self._firsts: dict[Tokens, dict[Node, None]] = {}
         self._by_page: tuple[dict[int, Node], ...] = ({}, {}, {})
+        self.changed: tuple[set[int], ...] | None = None  # pages of each tier, while somebody watches
 
     def __len__(self) -> int:
         return len(self._by_page[Tier.DEVICE])
@@ -129,20 +148,28 @@ class PrefixIndex:
     def pages(self, tier: Tier = Tier.DEVICE) -> list[int]:
         return list(self._by_page[tier])
 
-    def root(self, identity: tuple[str, ...]) -> Node:
+    def root(self, identity: tuple[str, ...]) -> Root:
         """The identity's root. It lives as long as a page below it or a table that began there."""
         root = self._roots.get(identity)
         if root is None:
             digest = hashlib.sha256(repr(identity).encode()).digest()
-            root = self._roots[identity] = self._restored[digest] if digest in self._restored else Node(None, ())
-            self._restored.pop(digest, None)
-            root.digest = digest
+            root = self._roots[identity] = self._restored.pop(digest) if digest in self._restored else Root()
+            root.identity, root.digest = identity, digest
         return root
+
+    def firsts(self, tokens: Tokens) -> list[Node]:
+        """Nodes of a first page with these tokens, of every identity that has one."""
+        return list(self._firsts.get(tokens, ()))
+
+    def roots(self) -> list[Root]:
+        """Those that are alive."""
+        return [*self._roots.values(), *self._restored.values()]
 
     def match(self, identity: tuple[str, ...], tokens: Sequence[int]) -> Match:
         """Find the longest cached beginning of `tokens`: whole pages, then a part of one more. Changes nothing."""
         size = self._block_size
-        node = root = self.root(identity)
+        root = self.root(identity)
+        node: Node = root
         nodes: list[Node] = []
         key: Tokens = ()
         for start in range(0, len(tokens), size):
@@ -164,6 +191,8 @@ class PrefixIndex:
         node = Node(parent, tokens, owner)
         parent.children[tokens] = node
         insort(parent.ordered, tokens)
+        if parent.parent is None:
+            self._firsts.setdefault(tokens, {})[node] = None
         self.put(node, place)
         return node
 
@@ -171,11 +200,28 @@ class PrefixIndex:
         """Let the node's page be found at one more place."""
         node.places[place.tier] = place.page
         self._by_page[place.tier][place.page] = node
+        if self.changed is not None:
+            self.changed[place.tier].add(place.page)
+
+    def own(self, node: Node, owner: str) -> None:
+        """It belongs to the first who asks for it: nobody knows whose it was before a restart."""
+        if not node.owner and owner:
+            node.owner = owner
+            self.mark(node)
+
+    def mark(self, node: Node) -> None:
+        """Note, if somebody watches, that the node's pages are no longer what they were."""
+        if self.changed is not None:
+            for changed, page in zip(self.changed, node.places, strict=True):
+                if page != NOWHERE:
+                    changed.add(page)
 
     def take(self, node: Node, tier: Tier) -> int:
         """Let it be found there no more; returns the page."""
         page, node.places[tier] = node.places[tier], NOWHERE
         del self._by_page[tier][page]
+        if self.changed is not None:
+            self.changed[tier].add(page)
         return page
 
     def remove(self, node: Node) -> None:
@@ -187,12 +233,16 @@ class PrefixIndex:
         assert parent is not None and not node.children, "a page is forgotten before its descendants"
         del parent.children[node.tokens]
         del parent.ordered[bisect_left(parent.ordered, node.tokens)]
+        if parent.parent is None:
+            del self._firsts[node.tokens][node]
+            if not self._firsts[node.tokens]:
+                del self._firsts[node.tokens]
         for session in list(node.sessions or ()):
             session.end_at(parent)
 
     def by_depth(self) -> list[Node]:
         """All nodes, ancestors before their descendants."""
-        found = [node for root in (*self._roots.values(), *self._restored.values()) for node in root.children.values()]
+        found = [node for root in self.roots() for node in root.children.values()]
         for node in found:
             found += node.children.values()
         return found
@@ -222,9 +272,9 @@ class PrefixIndex:
         own = {label.digest for records in by_parent.values() for _, label in records}
         nodes: list[Node] = []
         for digest in [digest for digest in by_parent if digest not in own]:
-            root = self._restored[digest] = Node(None, ())
+            root = self._restored[digest] = Root()
             root.digest = digest
-            ahead = [root]
+            ahead: list[Node] = [root]
             while ahead:
                 parent = ahead.pop()
                 for record, label in by_parent.get(parent.digest or b"", ()):

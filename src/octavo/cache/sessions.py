@@ -27,13 +27,14 @@ class Session:
     """One conversation of a tenant."""
 
     __slots__ = (
-        *("hit_tokens", "last_use", "leaf", "name", "num_requests", "num_running", "pinned_until", "pins"),
+        *("hit_tokens", "last_use", "leaf", "name", "num_requests", "num_running", "number", "pinned_until", "pins"),
         *("queried_tokens", "tenant"),
     )
 
-    def __init__(self, tenant: str, name: str) -> None:
+    def __init__(self, tenant: str, name: str, number: int = 0) -> None:
         self.tenant = tenant
         self.name = name
+        self.number = number  # no other session's, ever
         self.leaf: Node | None = None
         self.last_use = 0.0
         self.num_running = self.num_requests = 0
@@ -58,6 +59,9 @@ class Sessions:
     def __init__(self, tiers: Tiers, max_pinned_fraction: float) -> None:
         self._tiers = tiers
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
+        self._by_number: dict[int, Session] = {}
+        self._num_begun = 0
+        self.changed: set[Session] | None = None  # None while nobody watches
         self._pinned: dict[Session, None] = {}
         self._first_end = inf  # no pin ends earlier
         self.pins: Counter[Place] = Counter()
@@ -76,12 +80,20 @@ class Sessions:
         """A request of the session has come."""
         session = self._sessions.get((tenant, name))
         if session is None:
-            session = self._sessions[tenant, name] = Session(tenant, name)
+            self._num_begun += 1
+            session = self._sessions[tenant, name] = Session(tenant, name, self._num_begun)
+            self._by_number[session.number] = session
             self._forget_some()
         session.num_requests += 1
         session.num_running += 1
         self._touch(session)
         return session
+
+    def asked(self, session: Session, num_tokens: int, num_hit: int) -> None:
+        """Of so many tokens of a prompt so many were found."""
+        session.queried_tokens += num_tokens
+        session.hit_tokens += num_hit
+        self._mark(session)
 
     def end(self, session: Session) -> None:
         """The request has ended."""
@@ -102,11 +114,20 @@ class Sessions:
             self._pin(session)
 
     def _lead(self, session: Session, node: Node | None) -> None:
+        number, mark = session.number, self._tiers.index.mark
         for at in self.path(session):
             at.num_sessions -= 1
+            at.led_by ^= number
+            mark(at)
         session.end_at(node)
         for at in self.path(session):
             at.num_sessions += 1
+            at.led_by ^= number
+            mark(at)
+
+    def leader(self, node: Node) -> Session:
+        """The session on whose path the node is; there must be just one."""
+        return self._by_number[node.led_by]
 
     # ── what an operator asks and does ──
 
@@ -136,7 +157,7 @@ class Sessions:
             (tiers[Tier.DEVICE], tiers[Tier.HOST], tiers[Tier.DISK]),
             sum(1 for node in path if node.num_sessions > 1),
             0.0 if session.num_running else max(now - session.last_use, 0.0),
-            max(session.pinned_until - now, 0.0) if session in self._pinned else 0.0,
+            max(self.pinned_until(session) - now, 0.0),
             session.queried_tokens,
             session.hit_tokens,
         )
@@ -172,12 +193,13 @@ class Sessions:
         """Forget the session, and its own idle pages on every tier."""
         self._unpin(session)
         own = [node for node in self.path(session) if node.num_sessions <= 1]
-        self._lead(session, None)
-        del self._sessions[session.tenant, session.name]
+        self._forget(session)
+        self._tiers.blame("released", tenant=session.tenant)
         for node in own:
             if not self._idle(node):
                 break
             self._tiers.drop(node)
+        self._tiers.blame()
 
     def tick(self) -> None:
         """End pins whose time is over."""
@@ -186,6 +208,10 @@ class Sessions:
         for session in [at for at in self._pinned if at.pinned_until <= self._tiers.now]:
             self._unpin(session)
         self._first_end = min((session.pinned_until for session in self._pinned), default=inf)
+
+    def pinned_until(self, session: Session) -> float:
+        """When its pin ends; 0 without one."""
+        return session.pinned_until if session in self._pinned else 0.0
 
     def yield_pin(self) -> bool:
         """End the pin that would end first, for a request that cannot run otherwise; False if there is none."""
@@ -213,8 +239,13 @@ class Sessions:
 
     def _touch(self, session: Session) -> None:
         session.last_use = self._tiers.now
+        self._mark(session)
         if self._known(session):
             self._sessions.move_to_end((session.tenant, session.name))
+
+    def _mark(self, session: Session) -> None:
+        if self.changed is not None:
+            self.changed.add(session)
 
     def _known(self, session: Session) -> bool:
         """Whether it was not forgotten while a request of it ran."""
@@ -224,8 +255,12 @@ class Sessions:
         idle = (at for at in self._sessions.values() if not at.num_running)
         if len(self._sessions) > MAX_SESSIONS and (oldest := next(idle, None)) is not None:
             self._unpin(oldest)
-            self._lead(oldest, None)
-            del self._sessions[oldest.tenant, oldest.name]
+            self._forget(oldest)
+
+    def _forget(self, session: Session) -> None:
+        self._lead(session, None)
+        del self._sessions[session.tenant, session.name]
+        del self._by_number[session.number]
 
     def _wanted(self, session: Session) -> dict[Tier, list[int]]:
         pages: dict[Tier, list[int]] = {}
@@ -245,6 +280,7 @@ class Sessions:
                 break
             self._hold(session, place)
         self._pinned[session] = None
+        self._mark(session)
 
     def _hold(self, session: Session, place: Place) -> None:
         self._tiers.acquire(place)
@@ -255,6 +291,7 @@ class Sessions:
     def _unpin(self, session: Session) -> None:
         self._pinned.pop(session, None)
         self._give_up(session)
+        self._mark(session)
 
     def _give_up(self, session: Session) -> None:
         places, session.pins = session.pins, []

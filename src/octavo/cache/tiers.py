@@ -18,12 +18,16 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Self
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 from octavo.cache.page_table import PageTable
 from octavo.cache.pages import PagePool
 from octavo.cache.prefix import NOWHERE, Node, PrefixIndex
 from octavo.types import AwaitMove, Moved, MovePage, PageOp, Place, Tier
+
+if TYPE_CHECKING:
+    from octavo.cache.explain import Explainer
+    from octavo.cache.watch import Watch
 
 AHEAD = 64
 """Pages that are kept ready to leave a tier at once, because a copy lies below, when none are free; at most a quarter
@@ -88,6 +92,17 @@ class Costs:
         if seconds > 0:
             before = self.load_s.get(tier, seconds)
             self.load_s[tier] = before + WEIGHT * (seconds - before)
+
+
+How = Literal["evicted", "released", "quota", "lost", "dropped"]
+
+
+class Cause(NamedTuple):
+    """Why pages are being forgotten: `request` of `tenant` needs the room, or what was done."""
+
+    how: How = "dropped"
+    request: str = ""
+    tenant: str = ""
 
 
 class Move:
@@ -157,6 +172,8 @@ class Tiers:
         self._saving: set[int] = set()
         self._block_size = block_size
         self._next_number = 0
+        self.watch: Watch | None = None
+        self.explainer: Explainer | None = None
         self._quota = int(pools[Tier.DEVICE].num_pages * quota) if quota < 1 else None
         # with a quota: each owner's cached device pages, coldest first, and who has too many of them
         self._idle: dict[str, OrderedDict[int, None]] = {}
@@ -188,9 +205,11 @@ class Tiers:
         self._not_idle(place)
         self.pools[place.tier].acquire(place.page)
 
-    def replace(self, pages: MutableSequence[int], at: int, page: int) -> None:
-        """Hold another page of the device tier in place of one."""
+    def replace(self, pages: MutableSequence[int], at: int, page: int, table: PageTable | None = None) -> None:
+        """Hold another page of the device tier in place of one; `pages` may be a table's."""
         own, pages[at] = pages[at], page
+        if table is not None and self.watch is not None:
+            self.watch.swap(table, own, page)
         self.acquire(Place(Tier.DEVICE, page))
         self.release(Place(Tier.DEVICE, own))
 
@@ -198,8 +217,10 @@ class Tiers:
         """Let the coldest idle pages of each tenant leave the device tier while they are more than its quota."""
         while self.over_quota:
             owner, _ = self.over_quota.popitem()
+            self.blame("quota", tenant=owner)
             while self._quota is not None and len(idle := self._idle.get(owner, ())) > self._quota:
                 self.vacate(self.index.node_of(next(iter(idle))))
+            self.blame()
 
     def _not_idle(self, place: Place) -> None:
         if self._quota is not None and place.tier is Tier.DEVICE and (node := self.index.find(place)) is not None:
@@ -207,6 +228,11 @@ class Tiers:
             idle.pop(place.page, None)
             if not idle:
                 self._idle.pop(node.owner, None)
+
+    def blame(self, how: How = "dropped", request: str = "", tenant: str = "") -> None:
+        """Say why pages are forgotten from now on, if anybody wants to know."""
+        if self.explainer is not None:
+            self.explainer.cause = Cause(how, request, tenant)
 
     # ── down ──
 
@@ -250,6 +276,8 @@ class Tiers:
             for move in at.moves:
                 move.node = None
             at.moves = ()
+            if self.explainer is not None:
+                self.explainer.forget(at)
             self.index.remove(at)
         self.stats.pages_dropped += len(subtree)
 
@@ -370,7 +398,7 @@ class Tiers:
         load = Load(table, first, nodes, table.pages[first : first + len(nodes)].tolist(), sources)
         for at, (node, page, source) in enumerate(zip(nodes, load.pages, sources, strict=True)):
             node.load = load
-            node.owner = node.owner or table.owner  # nobody knows whose it was before a restart
+            self.index.own(node, table.owner)
             target = Place(Tier.DEVICE, page)
             self.acquire(target)
             move = self._move(node, source, target)
@@ -414,7 +442,9 @@ class Tiers:
                 self.index.put(node, move.target)
         self.release(move.target)
         if node is not None and node.nearest is None and not node.moves:
+            self.blame("lost")
             self.drop(node)
+            self.blame()
 
     def _end_load(self, load: Load) -> None:
         del self.loads[load]
@@ -429,16 +459,18 @@ class Tiers:
                 continue
             self.replace(load.pages, at, node.page)  # somebody has computed it meanwhile
             if load.table is not None:
-                self.replace(load.table.pages, load.first + at, node.page)
+                self.replace(load.table.pages, load.first + at, node.page, load.table)
         for at in reversed(range(len(load.nodes))):
             node, source = load.nodes[at], load.sources[at]
             if not load.arrived[at] and node.places[source.tier] == source.page:
                 self._free(node, source)
             self.release(source)
             self.release(Place(Tier.DEVICE, load.pages[at]))
+        self.blame("lost")
         for node in reversed(load.nodes):
             if node.alive and node.nearest is None and not node.moves:
                 self.drop(node)
+        self.blame()
         for place in reversed(load.above):
             self.release(place)
 

@@ -26,6 +26,7 @@ from typing import Any, Generic, Literal, NamedTuple, Self, TypeVar, overload
 
 import msgspec
 
+from octavo.cache.look import PageInfo, Tree
 from octavo.config import EngineConfig, ModelConfig
 from octavo.engine.guide import Guides
 from octavo.engine.process import (
@@ -57,11 +58,12 @@ from octavo.engine.process import (
     error_of,
     framed,
 )
+from octavo.engine.watching import Branches, LookAtPage, LookAtTree, Mapped, Page, Watch
 from octavo.errors import EngineDead, InvalidRequest, Overloaded, RequestFailed, UnknownSession
 from octavo.models.tokenizer import Tokenizer
 from octavo.models.weights import open_checkpoint
 from octavo.scheduler.limits import Limits
-from octavo.types import Guide, Output, Request, SessionInfo
+from octavo.types import Guide, Note, Output, Request, SessionInfo, Tier
 
 _log = logging.getLogger(__name__)
 
@@ -97,6 +99,8 @@ class RequestStream(Generic[T]):
     Times are CLOCK_MONOTONIC seconds, None while they are open: queued at `queued_at`, first in a step from
     `scheduled_at` on, the first and the latest token known at `first_token_at` and `last_token_at`.
 
+    `num_generated` tokens came, of all choices; `on_output` sees each output before `take` does.
+
     Whoever leaves a stream before its end calls `abort` (or `aclose`); nothing else stops the engine.
     """
 
@@ -106,6 +110,8 @@ class RequestStream(Generic[T]):
         self.scheduled_at: float | None = None
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
+        self.num_generated = 0
+        self.on_output: Callable[[Output, float], None] | None = None
         self._owner = owner
         self._take = take
         self._news: deque[T] = deque()
@@ -167,7 +173,9 @@ def _as_it_is(stream: RequestStream[Output], output: Output, now: float) -> Outp
 class AsyncLLM:
     """An engine in a child process. Made by `start`, ended by `close`.
 
-    `on_step` is called after each step that computed tokens, with how many.
+    `on_step` is called after each step that computed tokens, with how many; `on_map` with what a watched engine tells.
+    `on_begin` and `on_end`, with the reason, are called with each request's stream, `on_note` with what befell one in a
+    step that began and ended at these times.
 
     If the child dies, every open stream raises EngineDead and the child is started again, once; when that one dies too,
     `on_fatal` is called with the reason and every later `submit` raises EngineDead. A child that has work and says
@@ -193,6 +201,11 @@ class AsyncLLM:
         self._step_timeout = step_timeout
         self._on_fatal = on_fatal
         self.on_step: Callable[[int], None] = lambda num_tokens: None
+        self.on_map: Callable[[Mapped], None] = lambda news: None
+        self.on_begin: Callable[[RequestStream[Any]], None] = lambda stream: None
+        self.on_end: Callable[[RequestStream[Any], str], None] = lambda stream, reason: None
+        self.on_note: Callable[[Note, float, float], None] = lambda note, began, ended: None
+        self._watched = False
         self._streams: dict[str, RequestStream[Any]] = {}
         self._asked: dict[int, _Asked] = {}
         self._num_asked = 0
@@ -223,6 +236,7 @@ class AsyncLLM:
         try:
             checkpoint = await asyncio.to_thread(open_checkpoint, model_path)
             self.model = checkpoint.config
+            self.config = config.for_model(self.model.context_length)
             self.tokenizer = await asyncio.to_thread(checkpoint.tokenizer)
             self._guides = Guides(self.tokenizer, self.model.vocab_size)
         except BaseException:
@@ -254,6 +268,14 @@ class AsyncLLM:
     def num_open(self) -> int:
         """Requests that have not ended."""
         return len(self._streams)
+
+    def num_open_of(self, tenant: str) -> int:
+        """Those of one tenant."""
+        return sum(stream.request.tenant == tenant for stream in self._streams.values())
+
+    def stream(self, request_id: str) -> RequestStream[Any] | None:
+        """The stream of a request that has not ended."""
+        return self._streams.get(request_id)
 
     @property
     def num_queued(self) -> int:
@@ -301,6 +323,7 @@ class AsyncLLM:
         stream = RequestStream(self, request, take)
         self._streams[request.request_id] = stream
         self._idle.clear()
+        self.on_begin(stream)
         self._child.send(frame)
         try:
             await stream._accepted
@@ -343,6 +366,27 @@ class AsyncLLM:
         saved = await self._ask(Save)
         assert isinstance(saved, Saved)
         return saved
+
+    async def look_at(self, tier: Tier, page: int) -> PageInfo:
+        """What is known of a page that there is. Raises EngineDead."""
+        answer = await self._ask(lambda number: LookAtPage(number, tier, page))
+        assert isinstance(answer, Page)
+        return answer.info
+
+    async def tree(self, tenant: str | None, limit: int) -> Tree:
+        """What is shared of a tenant's pages, or of all: `limit` chains at most. Raises EngineDead."""
+        answer = await self._ask(lambda number: LookAtTree(number, tenant, limit))
+        assert isinstance(answer, Branches)
+        return answer.tree
+
+    def watch(self, on: bool) -> None:
+        """Have the engine tell `on_map` what becomes of its pages, beginning with all of them, or end that.
+
+        An engine that is started again begins anew.
+        """
+        self._watched = on
+        if self._up.is_set():
+            self._child.send(framed(Watch(on)))
 
     async def drain(self, timeout_s: float) -> int:
         """Take no more requests and wait for what is under way; after `timeout_s` the rest fail. Returns how many."""
@@ -448,15 +492,20 @@ class AsyncLLM:
                 for request_id in reply.scheduled:
                     if (stream := self._streams.get(request_id)) is not None:
                         stream.scheduled_at = reply.began
+                for note in reply.notes:
+                    self.on_note(note, reply.began, reply.ended)
                 for output in reply.outputs:
                     self._deliver(output, reply.ended)
             case Changed(stats):
                 self._stats = stats
+            case Mapped():
+                self.on_map(reply)
             case Accepted(request_id):
                 if (stream := self._streams.get(request_id)) is not None and not stream._accepted.done():
                     stream._accepted.set_result(None)
             case Refused(request_id, kind, field, message):
                 if (stream := self._streams.pop(request_id, None)) is not None:
+                    self.on_end(stream, "refused")
                     stream._open.clear()
                     if not stream._accepted.done():
                         stream._accepted.set_exception(error_of(kind, field, message))
@@ -464,7 +513,7 @@ class AsyncLLM:
             case Broke(request_id, cause):
                 if (stream := self._streams.get(request_id)) is not None:
                     self._fail(stream, RequestFailed(f"the engine could not compute this request: {cause}"))
-            case Sessions() | Saved() | Denied():
+            case Sessions() | Saved() | Page() | Branches() | Denied():
                 asked = self._asked.get(reply.number)
                 if asked is not None and not asked.answer.done():
                     if isinstance(reply, Denied):
@@ -481,6 +530,9 @@ class AsyncLLM:
         if stream.first_token_at is None:
             stream.first_token_at = now
         stream.last_token_at = now
+        stream.num_generated += len(output.new_tokens)
+        if stream.on_output is not None:
+            stream.on_output(output, now)
         try:
             item = stream._take(stream, output, now)
         except Exception as error:
@@ -502,7 +554,8 @@ class AsyncLLM:
     def _drop(self, stream: RequestStream[Any], reason: str) -> None:
         self._finished[reason] += len(stream._open)
         stream._open.clear()
-        self._streams.pop(stream.request_id, None)
+        if self._streams.pop(stream.request_id, None) is not None:
+            self.on_end(stream, reason)
         stream._wake()
         self._check_idle()
 
@@ -530,6 +583,8 @@ class AsyncLLM:
         self.limits, self._stats = child.ready.limits, child.ready.stats
         child.on_death = self._died
         self._up.set()
+        if self._watched:
+            self.watch(True)
 
     def _died(self, cause: str) -> None:
         """The child is gone without having been told to go."""

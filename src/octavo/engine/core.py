@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from octavo.cache import invariants
+from octavo.cache.look import PageInfo, page_info
 from octavo.cache.manager import CacheManager, CacheStats
 from octavo.cache.sessions import Session
 from octavo.engine.executor import Executor
 from octavo.errors import AuditError, ConfigError
 from octavo.scheduler.scheduler import Scheduler, SchedulerStats
-from octavo.types import Moved, Output, Request, SessionInfo, SliceResult, StepPlan, StepResult, Tier
+from octavo.types import Moved, Output, Place, Request, SessionInfo, SliceResult, StepPlan, StepResult, Tier
 
 MAX_LOST_STEPS = 3
 """After so many steps in a row of which nothing could be computed, it is not the requests that are broken."""
@@ -154,6 +155,13 @@ class EngineCore:
         held = self.session(tenant, session_id)
         self.cache.sessions.release(self.cache.sessions.get(tenant, session_id))
         return held
+
+    def look_at(self, place: Place) -> PageInfo:
+        """What is known of a page, with its tokens though they may not be computed yet."""
+        info = page_info(self.cache, place)
+        if not info.tokens and info.start is not None:
+            info = info._replace(tokens=self.scheduler.tokens_in(place.page, info.start))
+        return info
 
     def save(self) -> None:
         """Begin to copy every findable page to disk; `saving` goes down to 0 as steps are made. Raises ConfigError."""

@@ -6,6 +6,8 @@ token ids: nothing here tokenises, renders or waits for a client. The parent's s
     parent ── Launch, Add, Abort, Finish, ListSessions, TouchSession, Save, Stop ──►  child
            ◄── Ready | Failed, Accepted, Refused, Broke, Stepped, Changed, Sessions, Saved, Denied, Logged, Crashed ──
 
+and what `octavo.engine.watching` adds for who watches.
+
 The child steps while there is work and sleeps in `poll` while there is none. It leaves when the parent does, however
 the parent ended, and leaves signals that stop a service to the parent.
 """
@@ -33,11 +35,13 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from octavo import kv_costs
+from octavo.cache.explain import Explainer
 from octavo.cache.manager import CacheStats, TierPages
 from octavo.cache.tiers import TierStats
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.llm import Engine, assemble
+from octavo.engine.watching import Branches, LookAtPage, LookAtTree, Mapped, Observing, Page, Watch
 from octavo.errors import (
     ConfigError,
     InvalidRequest,
@@ -51,7 +55,7 @@ from octavo.errors import (
 from octavo.models.weights import open_checkpoint
 from octavo.scheduler.limits import Limits
 from octavo.scheduler.scheduler import SchedulerStats
-from octavo.types import Output, Request, SamplingParams, SessionInfo, Tier
+from octavo.types import Note, Output, Request, SamplingParams, SessionInfo, Tier
 
 _log = logging.getLogger("octavo.engine.process")  # where it runs by itself, __name__ says less
 
@@ -131,13 +135,15 @@ class Stop(Message, tag=True):
 
 
 class TierNews(Message):
-    """The tiers at one moment: their pages, those of them that are pinned, and what it takes here to have them again.
+    """The tiers at one moment: their pages, those of them that are pinned, those that idle sessions may come back for,
+    and what it takes here to have them again.
 
     `load_s` is the time to bring back a page of each tier below the pool, `token_s` that to compute a token.
     """
 
     pages: dict[Tier, TierPages] = msgspec.field(default_factory=lambda: dict.fromkeys(Tier, TierPages(0, 0, 0, 0)))
     num_pinned: dict[Tier, int] = msgspec.field(default_factory=lambda: dict.fromkeys(Tier, 0))
+    num_kept: dict[Tier, int] = msgspec.field(default_factory=lambda: dict.fromkeys(Tier, 0))
     num_sessions: int = 0
     load_s: dict[Tier, float] = {}
     token_s: float = 0.0
@@ -146,7 +152,8 @@ class TierNews(Message):
 class EngineStats(Message):
     """The engine at one moment: pages and sequences now, and what it counted since the start.
 
-    `finished` has choices by reason, "error" included; it is the parent that counts them.
+    `slots_filled` and `slots_unused` are token slots in the pages of running sequences. `finished` has choices by
+    reason, "error" included; it is the parent that counts them.
     """
 
     num_running: int = 0
@@ -157,6 +164,8 @@ class EngineStats(Message):
     pages_free: int = 0
     page_bytes: int = 0
     token_bytes: int = 0
+    slots_filled: int = 0
+    slots_unused: int = 0
     scheduler: SchedulerStats = msgspec.field(default_factory=SchedulerStats)
     cache: CacheStats = msgspec.field(default_factory=CacheStats)
     moves: TierStats = msgspec.field(default_factory=TierStats)
@@ -204,7 +213,7 @@ class Broke(Message, tag=True):
 class Stepped(Message, tag=True):
     """One step: when it began and ended (CLOCK_MONOTONIC, the same in every process), and what is new after it.
 
-    `scheduled` names the requests that it served for the first time.
+    `scheduled` names the requests that it served for the first time; `notes` are the scheduler's.
     """
 
     began: float
@@ -212,6 +221,7 @@ class Stepped(Message, tag=True):
     scheduled: list[str]
     outputs: list[Output]
     stats: EngineStats
+    notes: list[Note]
 
 
 class Changed(Message, tag=True):
@@ -260,9 +270,9 @@ class Crashed(Message, tag=True):
     trace: str
 
 
-Command = Launch | Add | Abort | Finish | ListSessions | TouchSession | Save | Stop
-Answer = Sessions | Saved | Denied
-Reply = Ready | Failed | Accepted | Refused | Broke | Stepped | Changed | Answer | Logged | Crashed
+Command = Launch | Add | Abort | Finish | ListSessions | TouchSession | Save | Watch | LookAtPage | LookAtTree | Stop
+Answer = Sessions | Saved | Page | Branches | Denied
+Reply = Ready | Failed | Accepted | Refused | Broke | Stepped | Changed | Mapped | Answer | Logged | Crashed
 
 _ERRORS: dict[str, type[Any]] = {
     error.__name__: error
@@ -289,7 +299,7 @@ def _told(error: Exception) -> tuple[str, str, str]:
 _encoder = msgspec.msgpack.Encoder()
 
 
-def framed(message: Message) -> bytes:
+def framed(message: msgspec.Struct) -> bytes:
     """A message as it travels: its length in four bytes, then the message."""
     frame = bytearray()
     _encoder.encode_into(message, frame, 4)
@@ -330,7 +340,7 @@ class Channel:
         self._queue: deque[bytes] = deque()  # any thread may log
         self._unsent = bytearray()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: msgspec.Struct) -> None:
         """Add a message to what `flush` sends. Any thread may."""
         self._queue.append(framed(message))
 
@@ -351,12 +361,16 @@ class Channel:
             select.select([], [self._socket], [])
             self.flush()
 
-    def receive(self, *, wait: bool) -> list[Command]:
-        """The commands that have come; with `wait`, sleep until there are bytes. Raises EOFError after the last one."""
+    def receive(self, *, wait: bool, until: float | None = None) -> list[Command]:
+        """The commands that have come; with `wait`, sleep until there are bytes, or it is `until` (time.monotonic()).
+
+        Raises EOFError after the last one.
+        """
         while wait:
-            readable, _, _ = select.select([self._socket], [self._socket] if self._unsent else [], [])
+            left = None if until is None else max(until - time.monotonic(), 0.0)
+            readable, _, _ = select.select([self._socket], [self._socket] if self._unsent else [], [], left)
             self.flush()
-            wait = not readable
+            wait = not readable and (until is None or time.monotonic() < until)
         try:
             data = self._socket.recv(CHUNK)
         except BlockingIOError:
@@ -396,6 +410,8 @@ def serve(engine: Engine, channel: Channel) -> None:
     core = engine.core
     compiling: list[tuple[Future[None], Add]] = []
     saving: _Saving | None = None
+    observing = Observing(core, channel.send)
+    Explainer(core.cache)
 
     def planned() -> None:
         channel.send(Changed(stats_of(engine)))
@@ -405,7 +421,7 @@ def serve(engine: Engine, channel: Channel) -> None:
         channel.send(_broke(request_id, error))
 
     while True:
-        commands = channel.receive(wait=not core.has_work and not compiling)
+        commands = channel.receive(wait=not core.has_work and not compiling, until=observing.due_at)
         core.tick(time.monotonic())
         for command in commands:
             match command:
@@ -430,6 +446,10 @@ def serve(engine: Engine, channel: Channel) -> None:
                         channel.send(denied)
                     else:
                         saving = _Saving(time.monotonic(), core.saving + core.save_failed, [number])
+                case LookAtPage() | LookAtTree():
+                    channel.send(_look(observing, command))
+                case Watch(on):
+                    observing.turn(on)
                 case Stop():
                     core.close()
                     return
@@ -442,7 +462,8 @@ def serve(engine: Engine, channel: Channel) -> None:
             began = time.monotonic()
             outputs = core.step(planned if commands else None, broke, now=began)
             ended = time.monotonic()
-            channel.send(Stepped(began, ended, core.scheduler.newly_scheduled, outputs, stats_of(engine)))
+            scheduler = core.scheduler
+            channel.send(Stepped(began, ended, scheduler.newly_scheduled, outputs, stats_of(engine), scheduler.notes))
         else:
             channel.send(Changed(stats_of(engine)))
         if saving is not None and not core.saving:
@@ -450,6 +471,7 @@ def serve(engine: Engine, channel: Channel) -> None:
             for number in saving.numbers:
                 channel.send(Saved(number, written, core.save_failed, seconds))
             saving = None
+        observing.tell(time.monotonic())
         channel.flush()
 
 
@@ -493,6 +515,13 @@ def _answer(core: EngineCore, command: ListSessions | TouchSession) -> Answer:
         return _denied(command.number, error)
 
 
+def _look(observing: Observing, command: LookAtPage | LookAtTree) -> Answer:
+    try:
+        return observing.answer(command, time.monotonic())
+    except Exception as error:
+        return _denied(command.number, error)
+
+
 def _save(core: EngineCore, number: int) -> Denied | None:
     """Begin a save, unless that cannot be."""
     try:
@@ -528,12 +557,14 @@ def stats_of(engine: Engine) -> EngineStats:
         pool.num_free,
         pages.page_bytes,
         pages.token_bytes,
+        *core.scheduler.slots,
         scheduler,
         cache,
         core.cache.tiers.stats,
         TierNews(
             core.cache.tier_pages(),
             dict(zip(Tier, core.cache.sessions.num_pinned, strict=True)),
+            {tier: pool.num_kept for tier, pool in zip(Tier, core.cache.tiers.pools, strict=True)},
             len(core.cache.sessions),
             costs.load_s,
             costs.token_s,

@@ -10,8 +10,9 @@ from __future__ import annotations
 from array import array
 from collections import abc
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from operator import attrgetter
+from heapq import heappop, heappush, nsmallest
+from itertools import chain, islice
+from operator import attrgetter, itemgetter
 
 from octavo.cache.manager import Admission, CacheManager, Wait
 from octavo.config import EngineConfig
@@ -20,7 +21,19 @@ from octavo.scheduler.beam import Step, advance
 from octavo.scheduler.limits import Limits
 from octavo.scheduler.policy import fair_shares, victim
 from octavo.scheduler.sequence import Group, Phase, Sequence
-from octavo.types import MAX_SEED, Draw, FinishReason, Output, Request, Sampled, Slice, StepPlan, StepResult
+from octavo.types import (
+    MAX_SEED,
+    Draw,
+    FinishReason,
+    Note,
+    Output,
+    Request,
+    RequestInfo,
+    Sampled,
+    Slice,
+    StepPlan,
+    StepResult,
+)
 
 MIN_SHARE = 64
 """No prompt is admitted beside others if each would then get fewer tokens a step than this."""
@@ -42,7 +55,8 @@ class SchedulerStats:
 class Scheduler:
     """Continuous batching over a paged cache, first come first served (within a priority, if that is the policy).
 
-    `newly_scheduled` names the requests that the latest plan serves for the first time.
+    `newly_scheduled` names the requests that the latest plan serves for the first time; `notes`, if the cache explains,
+    say what befell requests since that plan was begun.
     """
 
     def __init__(
@@ -58,6 +72,7 @@ class Scheduler:
         self.limits = Limits(max_model_len, vocab_size, cache.num_pages, cache.block_size)
         self.stats = SchedulerStats()
         self.newly_scheduled: list[str] = []
+        self.notes: list[Note] = []
         self._by_priority = config.scheduling_policy == "priority"
         self._eos_token_ids = eos_token_ids
         self._seed = config.seed
@@ -85,6 +100,24 @@ class Scheduler:
         return len(self._running) + len(self._aside) + len(self._parked) + len(self._loading)
 
     @property
+    def slots(self) -> tuple[int, int]:
+        """Token slots in the pages of running sequences that are not set aside: those that hold a token, and those that
+        hold none (yet).
+        """
+        filled = unused = 0
+        for sequences in (self._running, self._parked, self._loading):
+            for sequence in sequences.values():
+                if sequence.table is not None:
+                    filled += sequence.num_computed
+                    unused += len(sequence.table.pages) * self.cache.block_size - sequence.num_computed
+        return filled, unused
+
+    @property
+    def num_requests(self) -> int:
+        """Those that have not ended."""
+        return len(self._groups)
+
+    @property
     def max_running(self) -> int:
         return self._max_running
 
@@ -96,6 +129,23 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._groups)
+
+    def infos(self, limit: int) -> list[RequestInfo]:
+        """Up to so many requests: those that run, then those that wait, each in order of service."""
+        held = chain(self._running.values(), self._loading.values(), self._aside.values(), self._parked.values())
+        groups = dict.fromkeys(sequence.group for sequence in sorted(held, key=attrgetter("key")))
+        if len(groups) < limit:
+            queue = (entry for entry in self._waiting if entry[1].phase is Phase.WAITING)
+            groups |= dict.fromkeys(at.group for _, at in nsmallest(limit - len(groups), queue, key=itemgetter(0)))
+        return [group.info() for group in islice(groups, limit)]
+
+    def tokens_in(self, page: int, start: int) -> tuple[int, ...]:
+        """Tokens from position `start` on, which a page of the device tier holds, or is to hold, for a sequence."""
+        for group in self._groups.values():
+            for sequence in group.live.values():
+                if sequence.table is not None and page in sequence.table.pages:
+                    return tuple(sequence.token_ids[start : start + self.cache.block_size])
+        return ()
 
     # ── requests ──
 
@@ -164,6 +214,7 @@ class Scheduler:
         """
         self.cache.tick(now)
         self.newly_scheduled = []
+        self.notes = []
         in_order = sorted(self._running.values(), key=attrgetter("key"))
         # reserving may preempt sequences further on in the list, which are then no longer running
         chosen = [(seq, 1) for seq in in_order if seq.phase is Phase.RUNNING and self._reserve_next(seq)]
@@ -239,12 +290,12 @@ class Scheduler:
             return False
         while not self.cache.reserve(table, num_computed, num_tokens):
             if self._parked:
-                self._preempt_parked()
+                self._preempt_parked(sequence)
                 continue
             if self.num_running == 1 and self.cache.sessions.yield_pin():
                 continue
             chosen = victim(self._running.values(), sequence)
-            self._preempt(chosen)
+            self._preempt(chosen, sequence)
             if chosen is sequence:
                 return False
         return True
@@ -290,11 +341,13 @@ class Scheduler:
                 resumed=group.num_cached_tokens is not None,
                 owner=group.request.tenant,
                 session=group.session,
+                request=group.request.request_id,
+                explain=group.unexplained,
             )
             if admission is not None or self._running or self._aside or self._loading:
                 break
             if self._parked:
-                self._preempt_parked()
+                self._preempt_parked(sequence)
             elif self.cache.tiers.moves or not self.cache.sessions.yield_pin():
                 break
         if isinstance(admission, Admission):
@@ -302,6 +355,7 @@ class Scheduler:
             sequence.num_computed = admission.num_computed
             sequence.write_start = admission.write_start
             sequence.num_at_admission = len(sequence.token_ids)
+            self._explain(sequence, admission)
             if group.num_cached_tokens is None:
                 group.num_cached_tokens = admission.num_computed
                 self.newly_scheduled.append(group.request.request_id)
@@ -341,7 +395,9 @@ class Scheduler:
                 if load.complete:
                     sequence.table.load = None
                     self._run(sequence)
+                    self._note(Note(sequence.group.request.request_id, "arrived"))
                 else:
+                    sequence.group.unexplained = True
                     self._release(sequence)
                     self._enqueue(sequence)
 
@@ -361,8 +417,11 @@ class Scheduler:
             sequence.table = None
         sequence.num_computed = sequence.write_start = 0
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence, needy: Sequence) -> None:
         """Take a sequence's pages. They stay findable while they last, so that resuming is a prefix hit."""
+        sequence.num_lost, by = sequence.num_computed, needy.group.request.request_id if needy is not sequence else None
+        request_id = sequence.group.request.request_id
+        self._note(Note(request_id, "preempted", sequence.index, sequence.num_lost, by))
         self._release(sequence)
         sequence.num_preemptions += 1
         self.stats.num_preemptions += 1
@@ -371,9 +430,23 @@ class Scheduler:
         if sequence.phase is Phase.RUNNING:
             self._enqueue(sequence)
 
-    def _preempt_parked(self) -> None:
+    def _preempt_parked(self, needy: Sequence) -> None:
         """Take the pages of the last of those that wait for their siblings."""
-        self._preempt(max(self._parked.values(), key=attrgetter("key")))
+        self._preempt(max(self._parked.values(), key=attrgetter("key")), needy)
+
+    def _explain(self, sequence: Sequence, admission: Admission) -> None:
+        request_id = sequence.group.request.request_id
+        if admission.found is not None:
+            sequence.group.unexplained = False
+            self._note(Note(request_id, "admitted", found=admission.found))
+        if sequence.num_lost:
+            again = max(sequence.num_lost - admission.num_computed, 0)
+            self._note(Note(request_id, "resumed", sequence.index, again))
+            sequence.num_lost = 0
+
+    def _note(self, note: Note) -> None:
+        if self.cache.tiers.explainer is not None:
+            self.notes.append(note)
 
     def _end(self, sequence: Sequence) -> None:
         if sequence.phase is Phase.WAITING:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from array import array
 from collections import abc
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from octavo.cache.manager import Wait
 from octavo.cache.page_table import PageTable
 from octavo.cache.sessions import Session
-from octavo.types import Draw, FinishReason, Request, Sampled
+from octavo.types import Draw, FinishReason, Request, RequestInfo, Sampled, ToldPhase
+
+TOLD_PHASES = get_args(ToldPhase)
 
 
 class Phase(Enum):
@@ -38,6 +40,7 @@ class Sequence:
         "key",
         "num_at_admission",
         "num_computed",
+        "num_lost",
         "num_preemptions",
         "phase",
         "sampled",
@@ -63,6 +66,7 @@ class Sequence:
         self.num_at_admission = 0
         self.write_start = 0
         self.num_preemptions = 0
+        self.num_lost = 0  # tokens that were computed when it was preempted, until it is admitted again
         self.wait: Wait | None = None
         self.draws: tuple[Draw, ...] = ()
         # of beams only: the answer so far, its summed log-probability, and the best tokens to come next
@@ -79,6 +83,13 @@ class Sequence:
     def protected(self) -> bool:
         """Whether it was preempted before, and has not got a token further since it came back."""
         return self.num_preemptions > 0 and len(self.token_ids) == self.num_at_admission
+
+    @property
+    def told_phase(self) -> ToldPhase:
+        """Its phase, as people want to know it."""
+        if self.phase is Phase.RUNNING:
+            return "prefilling" if self.num_computed < self.group.num_prompt_tokens else "decoding"
+        return "parked" if self.phase is Phase.PARKED else "loading" if self.phase is Phase.LOADING else "waiting"
 
     @property
     def num_generated(self) -> int:
@@ -110,6 +121,7 @@ class Group:
         "searches",
         "session",
         "stop_token_ids",
+        "unexplained",
         "wants_scores",
     )
 
@@ -127,6 +139,7 @@ class Group:
         self.wants_scores = request.params.prompt_logprobs is not None
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_cached_tokens: int | None = None  # None until the first admission
+        self.unexplained = True  # until it is known what that found
         self.live: dict[int, Sequence] = {}  # by seq_id, unfinished
         self.prompt_logprobs: list[Sampled] = []
         self.hypotheses: list[Hypothesis] = []  # best first
@@ -135,3 +148,19 @@ class Group:
     def scores_prompt(self) -> bool:
         """Whether log-probabilities of prompt tokens are still to come, so that every position must be computed."""
         return self.wants_scores and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    def info(self) -> RequestInfo:
+        """How far it has come."""
+        live, prompt = list(self.live.values()), self.num_prompt_tokens
+        tables = [sequence.table for sequence in live if sequence.table is not None]
+        pages = len(tables[0].pages) if len(tables) == 1 else len(set().union(*(table.pages for table in tables)))
+        return RequestInfo(
+            self.request.request_id,
+            max((sequence.told_phase for sequence in live), key=TOLD_PHASES.index),
+            self.num_cached_tokens,
+            sum(sequence.num_computed for sequence in live),
+            sum(len(sequence.token_ids) - prompt for sequence in live),
+            self.max_tokens,
+            pages,
+            sum(sequence.num_preemptions for sequence in live),
+        )

@@ -38,7 +38,11 @@ from octavo.errors import (
     RequestTooLarge,
 )
 from octavo.models.tokenizer import Tokenizer
+from octavo.server import assets
+from octavo.server.explain import Stories
+from octavo.server.feed import Feed, rate
 from octavo.server.keys import Caller, Keys
+from octavo.server.look import Looks
 from octavo.server.metrics import CONTENT_TYPE, Metrics, RequestMetrics
 from octavo.server.openapi import document
 from octavo.server.protocol import (
@@ -77,6 +81,8 @@ HUGE_BODY = 1 << 20
 """From here on they wait for each other, so that those between need not wait for them."""
 PROBES = ("/health", "/metrics")
 """What is asked again and again, and logged only when it goes wrong."""
+STALLED_S = 30.0
+"""How long a client that watches may take nothing of what it is sent."""
 LOGGED = "octavo.logged"
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -148,6 +154,9 @@ class Application:
         self._root = model
         self._keys = Keys(config)
         self._sessions = SessionAPI(llm, self._keys)
+        recent = self.metrics.recent_first_token_s, self.metrics.recent_token_s
+        self._stories, self._looks = Stories(llm), Looks(llm, show_text=config.ui_show_text)
+        self.feed = Feed(llm, self.names[0], *recent, show_text=config.ui_show_text)
         self._longest_token = max(len(llm.tokenizer.token_bytes(token)) for token in range(llm.tokenizer.vocab_size))
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="octavo-text")
         self._slow_thread = ThreadPoolExecutor(1, thread_name_prefix="octavo-huge")
@@ -164,12 +173,17 @@ class Application:
             Route("/v1/sessions/{id:path}/{action}", self._touch_session, methods=["POST"]),
             Route("/v1/sessions/{id:path}", self._session, methods=["GET"]),
             Route("/v1/cache/save", self._save, methods=["POST"]),
+            Route("/v1/cache/map", self._map, methods=["GET"]),
+            Route("/v1/cache/tree", self._tree, methods=["GET"]),
+            Route("/v1/cache/pages/{tier}/{page}", self._page, methods=["GET"]),
+            Route("/v1/requests/{id}/explain", self._explain, methods=["GET"]),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
             Route("/health", self._health, methods=["GET"]),
             Route("/version", self._version, methods=["GET"]),
             Route("/metrics", self._metrics, methods=["GET"]),
             Route("/openapi.json", self._openapi, methods=["GET"]),
+            *(() if self.config.no_ui else assets.routes()),
         ]
         middleware = [Middleware(_Watched, metrics=self.metrics, log=not self.config.disable_log_requests)]
         if self.config.allowed_origins:
@@ -288,6 +302,26 @@ class Application:
     async def _save(self, http: HTTPRequest) -> Response:
         """It goes on to its end though nobody waits for it."""
         return _json(await self._sessions.save(self._caller(http)))
+
+    async def _map(self, http: HTTPRequest) -> Response:
+        """The map of all pages: once, or as it changes."""
+        caller, query = self._caller(http), http.query_params
+        hz, wanted = rate(query.get("hz")), query.get("stream")
+        if wanted not in (None, "true", "false"):
+            raise APIError(400, "stream: must be true or false", param="stream", code="invalid_value")
+        if wanted == "true" or (wanted is None and "text/event-stream" in http.headers.get("accept", "")):
+            return _Stream(self.feed, self.feed.open(caller, hz))
+        return Response(await self.feed.snapshot(caller), media_type="application/json")
+
+    async def _page(self, http: HTTPRequest) -> Response:
+        caller, path = self._caller(http), http.path_params
+        return _json(await self._looks.page(caller, path["tier"], path["page"]))
+
+    async def _tree(self, http: HTTPRequest) -> Response:
+        return _json(await self._looks.tree(self._caller(http), http.query_params.get("limit")))
+
+    async def _explain(self, http: HTTPRequest) -> Response:
+        return _json(self._stories.explain(self._caller(http), http.path_params["id"]))
 
     def _caller(self, http: HTTPRequest) -> Caller:
         if self.draining:
@@ -609,6 +643,28 @@ class Application:
                 task.cancel()
             done = await asyncio.gather(*tasks, return_exceptions=True)
             streams += [stream for stream in done if isinstance(stream, RequestStream)]
+
+
+class _Stream(Response):
+    """A feed's events, until they end or the client goes; one that takes none for long is not waited for."""
+
+    def __init__(self, feed: Feed, events: AsyncIterator[bytes]) -> None:
+        super().__init__()
+        self._feed, self._events = feed, events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with suppress(Disconnected, TimeoutError):
+                await _unless_gone(self._write(send), receive)
+        finally:
+            self._feed.close()
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        async for piece in self._events:
+            async with asyncio.timeout(STALLED_S):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class _Generating:

@@ -88,15 +88,18 @@ async def _serve(path: Path, model: str, server: ServerConfig, engine: EngineCon
         llm = await starting
         try:
             app = Application(llm, server, model)
+            app.feed.start()
             web = uvicorn.Server(_Uvicorn(app, server))
             web.capture_signals = _no_signals  # type: ignore[method-assign]
             web._log_started_message = lambda listeners: None  # type: ignore[method-assign]
             serving = asyncio.create_task(web.serve(sockets=[sock]))
             while not web.started and not serving.done():
                 await asyncio.sleep(0.005)
-            _log.info(
-                "ready", extra={"fields": {"url": _url(server, sock), "models": list(app.names), "pid": os.getpid()}}
-            )
+            url = _url(server, sock)
+            fields = {"url": url, "models": list(app.names), "pid": os.getpid()}
+            if not server.no_ui and server.uds is None:
+                fields["memory_view"] = f"{url}/ui/"
+            _log.info("ready", extra={"fields": fields})
             dying = asyncio.ensure_future(failed.wait())
             await asyncio.wait((serving, waiting, dying), return_when=asyncio.FIRST_COMPLETED)
             await _drain(app, web, 0.0 if dying.done() else server.drain_timeout)
@@ -111,6 +114,7 @@ async def _serve(path: Path, model: str, server: ServerConfig, engine: EngineCon
 async def _drain(app: Application, web: uvicorn.Server, timeout_s: float) -> None:
     """Take no new requests, and see those under way to their end."""
     app.draining = True
+    app.feed.end()
     _log.info("draining", extra={"fields": {"open": app.num_open, "timeout_s": timeout_s}})
     start = time.monotonic()
     cut = await app.llm.drain(timeout_s)

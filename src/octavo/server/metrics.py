@@ -21,6 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from octavo.errors import ConfigError
+from octavo.server.recent import Recent
 from octavo.types import Tier
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ class Metrics:
         self.max_tokens = Histogram(lengths)
         self.n = Histogram(CHOICES)
         self.step_tokens = Histogram(STEP_TOKENS)
+        self.recent_first_token_s = Recent()
+        self.recent_token_s = Recent()
         self.prompt_tokens = 0
         self.responses: dict[int, int] = {}
         self._registry = CollectorRegistry(auto_describe=False)
@@ -170,9 +173,12 @@ class RequestMetrics:
             if self._longest == 0:
                 metrics.prompt_tokens += self._num_prompt_tokens
             metrics.first_token_s.observe(now - self._arrived)
+            metrics.recent_first_token_s.observe(now - self._arrived, now)
             choice.first, choice.queue_s = now, queue_s
         else:
-            metrics.token_s.observe((now - choice.last) / max(count, 1))
+            between = (now - choice.last) / max(count, 1)
+            metrics.token_s.observe(between)
+            metrics.recent_token_s.observe(between, now)
         choice.last = now
         choice.num_tokens += count
         self._longest = max(self._longest, choice.num_tokens)
@@ -245,6 +251,8 @@ class _Page(Collector):
         yield self._gauge("kv_pages", "Pages by state.", pages, "state")
         sizes = {holder: pages[state] * stats.page_bytes for holder, state in holders.items()}
         yield self._gauge("kv_cache_bytes", "Bytes of the page pool by class of holder.", sizes, "holder")
+        slots = {"filled": stats.slots_filled, "unused": stats.slots_unused}
+        yield self._gauge("kv_slots", "Token slots of running sequences' pages by state.", slots, "state")
         yield self._gauge("cache_config_info", "The cache's configuration.", 1, **self._cache_config)
 
         yield self._counter("prompt_tokens", "Tokens of the prompts that were computed or found.", seen.prompt_tokens)
@@ -300,6 +308,8 @@ class _Page(Collector):
         yield self._gauge("kv_tier_bytes", "The same in bytes.", sizes_by_tier, "tier", "state")
         pinned = {tier.name.lower(): count for tier, count in tiers.num_pinned.items()}
         yield self._gauge("kv_pages_pinned", "Pages of each tier that pinned sessions hold.", pinned, "tier")
+        kept = {tier.name.lower(): count for tier, count in tiers.num_kept.items()}
+        yield self._gauge("kv_pages_idle_sessions", "Cached pages that idle sessions may come back for.", kept, "tier")
         yield self._gauge("num_sessions", "Sessions that are remembered.", tiers.num_sessions)
         load_s = {tier.name.lower(): seconds for tier, seconds in tiers.load_s.items()}
         yield self._gauge("kv_load_page_seconds", "Time to bring a page back from a tier.", load_s, "tier")

@@ -46,6 +46,8 @@ class ServerConfig:
     disable_log_requests: log no line for each request.
     log_prompts: put prompts and answers into those lines.
     metrics_namespace: first part of the names at /metrics; vllm suits dashboards made for it.
+    no_ui: serve no page at /ui; what it shows is still there at /v1/cache/map.
+    ui_show_text: let a client that looks at a page of its own read the text in it; an administrator, of any.
     """
 
     host: str = "127.0.0.1"
@@ -74,6 +76,8 @@ class ServerConfig:
     disable_log_requests: bool = False
     log_prompts: bool = False
     metrics_namespace: str = "octavo"
+    no_ui: bool = False
+    ui_show_text: bool = False
 
     def __post_init__(self) -> None:
         origins: list[str] = []

@@ -1,0 +1,1 @@
+"""`octavo top`: who holds a server's memory, in a terminal."""
