@@ -416,6 +416,7 @@ def test_the_tree_opens_what_is_shared(keyed: Served) -> None:
         say(keyed, f"t{number}", [*system, *more, *tokens(17, 30 + number)], "alpha")
     say(keyed, "t3", [*system, *tokens(40, 40)], "alpha")
     say(keyed, "other", tokens(64, 50), "alpha")
+    until(lambda: len(look(keyed, TREE, "alpha")["nodes"]) == 2)  # it may have been found out a moment ago
     tree = look(keyed, TREE, "alpha")
     top, below = tree["nodes"]
     told = ("parent", "start", "num_tokens", "pages", "sessions", "requests", "branches", "saved_pages")
