@@ -117,7 +117,7 @@ def test_whatever_a_client_misses_it_catches_up(number: int) -> None:
         at = dict.fromkeys(callers, -1)
         events: dict[str, list[tuple[str, Any]]] = {name: [] for name in callers}
         watchers: dict[str, Watcher] = {}
-        for now in range(300):
+        for now in range(200):
             if len(played.live) < 8:
                 played.add()
             played.step()
