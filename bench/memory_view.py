@@ -4,8 +4,8 @@
     python bench/memory_view.py smollm2-135m
 
 A server with a small pool and some host memory is sent the turns that `octavo bench day` draws, each in the session of
-its conversation. Before the first hour somebody pins a long report and does not come back to it. The pictures are taken in
-the last hour, of the page as a browser draws it.
+its conversation. Before the first hour somebody pins a long report, and does not come back to it. The pictures are
+taken in the last hour, of the page as a browser draws it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import uvicorn
@@ -192,7 +192,7 @@ def running(app: Starlette, port: int = 0) -> Iterator[str]:
     """Serve it in a thread. Its URL."""
     sock = socket.create_server(("127.0.0.1", port))
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=0))
-    server.capture_signals = lambda: __import__("contextlib").nullcontext()  # type: ignore[method-assign]
+    server.capture_signals = nullcontext  # type: ignore[method-assign]
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()
     try:

@@ -122,7 +122,7 @@ def test_a_lost_connection_comes_back_by_itself(view: View) -> None:
 
 
 def test_names_are_texts_and_are_cut(busy: str, view: View) -> None:
-    page = view(busy)
+    page = view(busy, refused=True)
     expect(page.locator("#requests tbody tr")).to_have_count(len(HOSTILE))
     for by in ("Holder", "Tenant"):
         page.locator("#colour label").filter(has_text=by).click()

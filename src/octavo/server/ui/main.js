@@ -1,7 +1,7 @@
 /** The memory view: brings the feed to its parts, and says in words what an operator would do next. */
 
 import { Palette } from "./colour.js";
-import { $, bdi, h, say } from "./dom.js";
+import { $, bdi, h, say, sparing } from "./dom.js";
 import { Server } from "./feed.js";
 import { Holders } from "./holders.js";
 import { PageMap } from "./map.js";
@@ -99,6 +99,8 @@ const readings = READINGS.map(([label, of, kind]) => {
   return { of, value, more, stack };
 });
 
+const parts = [() => map.legend(), () => holders.show(), () => requests.show()].map(sparing);
+
 function write() {
   if (!pool.stats) return;
   for (const { of, value, more, stack } of readings) {
@@ -108,9 +110,7 @@ function write() {
     const [tier] = pool.tiers;
     if (stack && tier) STACK.forEach((state, i) => (stack.children[i].style.flexGrow = tier.counts[STATES.indexOf(state)] / tier.size));
   }
-  map.legend();
-  holders.show();
-  requests.show();
+  for (const part of parts) part();
 }
 
 // ── advice ──

@@ -80,9 +80,10 @@ export class PageMap {
     this.width = width;
     const wide = innerWidth > 2400 ? 1.8 : 1;
     const most = Math.max(Math.min(innerHeight * 0.72, 620 * wide), 260);
-    let size = LARGEST * wide;
+    let size = Math.round(LARGEST * wide);
     const high = (s) => this.views.reduce((sum, { tier }) => sum + Math.ceil(tier.size / Math.floor(width / s)) * s, 0);
     while (size > SMALLEST && high(size) > most) size--;
+    if (high(size) > 2.5 * most) size = 1; // of a million pages there is no cell to point at, but a picture
     const cols = Math.floor(width / size);
     for (const view of this.views) {
       view.size = size;
