@@ -21,11 +21,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from bench.load import Connection, Server, processor_time
+from bench.load import Server, processor_time
 from rich.console import Console
 from rich.progress import Progress
 
 from octavo.bench.machine import machine
+from octavo.bench.wire import Connection
+from octavo.client import Endpoint
 from octavo.models.catalog import resolve
 
 SLOW_BYTES = 256
@@ -103,9 +105,9 @@ class Crowd:
             self.num_cut += 1
 
 
-async def stream_speed(port: int, num_tokens: int) -> float:
+async def stream_speed(endpoint: Endpoint, num_tokens: int) -> float:
     """Tokens/s between the first and the last of one stream."""
-    connection = await Connection.open(port)
+    connection = await Connection.open(endpoint)
     reply = await connection.post(
         "/v1/completions",
         {"prompt": [5, 6, 7], "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0, "stream": True},
@@ -126,14 +128,14 @@ async def measure(args: argparse.Namespace, server: Server) -> dict[str, Any]:
     speeds: dict[str, list[float]] = {"alone": [], "crowded": []}
     costs: dict[str, list[dict[str, float]]] = {"alone": [], "crowded": []}
     crowd = Crowd(server.port, args.slow_tokens)
-    await stream_speed(server.port, 50)
+    await stream_speed(server.endpoint, 50)
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=(2 * args.rounds + 1) * args.repeats)
 
         async def some(side: str) -> None:
             for _ in range(args.repeats):
                 before = processor_time(server)
-                speeds[side].append(await stream_speed(server.port, args.tokens))
+                speeds[side].append(await stream_speed(server.endpoint, args.tokens))
                 spent = {name: after - before[name] for name, after in processor_time(server).items()}
                 costs[side].append({name: round(1e3 * cost / args.tokens, 3) for name, cost in spent.items()})
                 bar.advance(task)

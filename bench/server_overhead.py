@@ -19,20 +19,22 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.load import Connection, Server, anonymous_bytes, completion, processor_time
+from bench.load import Server, anonymous_bytes, completion, processor_time
 
 from octavo import LLM, SamplingParams
 from octavo.bench.machine import machine
+from octavo.bench.wire import Connection
 from octavo.bench.workloads import WORKLOADS, Work
+from octavo.client import Endpoint
 from octavo.models.catalog import resolve
 
 KV_BYTES = 1 << 30
 
 
-async def serve_all(port: int, requests: list[Work], num_clients: int) -> tuple[int, float]:
+async def serve_all(endpoint: Endpoint, requests: list[Work], num_clients: int) -> tuple[int, float]:
     """(tokens of the answers, seconds) with clients that take the next request when theirs is answered."""
     queue = list(reversed(requests))
-    connections = [await Connection.open(port) for _ in range(num_clients)]
+    connections = [await Connection.open(endpoint) for _ in range(num_clients)]
     num_tokens = 0
 
     async def client(connection: Connection) -> None:
@@ -88,7 +90,7 @@ async def measure(args: argparse.Namespace, llm: LLM, server: Server) -> dict[st
             if side == "offline":
                 runs[side] = offline_all(llm, requests)
             else:
-                runs[side] = await serve_all(server.port, requests, args.clients)
+                runs[side] = await serve_all(server.endpoint, requests, args.clients)
             spent = {name: after - before[name] for name, after in processor_time(server).items()}
             ours = spent["engine"] + spent["server"] + spent["client"]
             strangers[side] = round((spent["machine"] - ours) / runs[side][1], 2)
@@ -103,7 +105,7 @@ async def measure(args: argparse.Namespace, llm: LLM, server: Server) -> dict[st
     ratios = [one["server"] / one["offline"] for one in rounds]
 
     rng = random.Random(7)
-    connection = await Connection.open(server.port)
+    connection = await Connection.open(server.endpoint)
     waits: dict[str, list[float]] = {"offline": [], "server": []}
     for number in range(args.streams + 3):
         prompt = [rng.randrange(3, vocab_size) for _ in range(args.prompt)]

@@ -23,11 +23,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from bench.load import Broken, Connection, Server
+from bench.load import Server
 from rich.console import Console
 from rich.progress import Progress
 
 from octavo.bench.machine import machine
+from octavo.bench.wire import Broken, Connection
 from octavo.models.catalog import resolve
 
 OPTIONS = ("--max-model-len=512", "--max-num-seqs=32", "--max-num-batched-tokens=256")
@@ -65,7 +66,7 @@ class Soak:
                 connection: Connection | None = None
                 for number in numbers:
                     if connection is None or connection.closed:
-                        connection = await Connection.open(self.server.port)
+                        connection = await Connection.open(self.server.endpoint)
                     try:
                         kept = await self._one(connection, number)
                     except TimeoutError:
@@ -98,7 +99,7 @@ class Soak:
         reply = await asyncio.wait_for(connection.post(path, body), PATIENCE_S)
         self.outcomes[str(reply.status)] += 1
         fault = what_is_wrong(
-            reply.status, expected, reply.events if b"event-stream" in reply.head else reply.body, body
+            reply.status, expected, reply.events if b"event-stream" in reply.content_type else reply.body, body
         )
         if fault:
             self.faults.append(f"request {number}: {fault}")
@@ -123,7 +124,7 @@ class Soak:
             elif where in ("first token", "midway"):
                 wanted = 1 if where == "first token" else rng.randrange(2, 12)
                 end = time.monotonic() + PATIENCE_S
-                while len(reply.chunks) < wanted and not connection.closed:
+                while len(reply.pieces) < wanted and not connection.closed:
                     if time.monotonic() > end:
                         raise TimeoutError
                     await asyncio.sleep(0.002)

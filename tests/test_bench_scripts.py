@@ -1,5 +1,5 @@
 """The benchmarks that step engines themselves: page sizes in lockstep, a cache that is filled without computing, pages
-that come back.
+that come back, the paper's memory.
 """
 
 from __future__ import annotations
@@ -7,9 +7,10 @@ from __future__ import annotations
 import random
 from argparse import Namespace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
-from bench import growth, layouts, paging, resume
+from bench import growth, layouts, paging, paper_table, resume
 from bench.peers import compare
 
 from octavo.bench.compare import variants
@@ -79,3 +80,47 @@ def test_layouts_are_counted_without_computing() -> None:
     assert contiguous["computed_tokens"] == paged["computed_tokens"] == 40 * 20
     assert paged["planned_running"] == 4 and 2 < paged["running"] <= 4
     assert paged["num_steps"] < contiguous["num_steps"] == 80
+
+
+def test_made_up_lengths_have_the_papers_means() -> None:
+    for name, (prompt, answer) in paper_table.MEANS.items():
+        work = paper_table.lengths(name, 1000)
+        assert fmean(one.prompt for one in work) == pytest.approx(prompt, abs=0.5)
+        assert fmean(one.answer for one in work) == pytest.approx(answer, abs=0.5)
+        assert max(one.prompt + one.answer for one in work) <= paper_table.LONGEST
+
+
+def test_a_buddy_splits_and_joins() -> None:
+    buddy = paper_table.Buddy(40)  # 32 and 8
+    assert buddy.take(5) == (32, 8)
+    assert [buddy.take(count) for count in (3, 4, 16, 9)] == [(0, 4), (4, 4), (16, 16), None]
+    assert buddy.take(8) == (8, 8) and buddy.take(1) is None
+    for piece in ((0, 4), (16, 16), (4, 4), (8, 8), (32, 8)):
+        buddy.give(paper_table.Piece(*piece))
+    assert buddy.take(32) == (0, 32)
+    assert [paper_table.POLICIES[way](paper_table.Length(100, 33)) for way in ("max", "pow2", "oracle")] == [
+        2048,
+        164,
+        132,
+    ]
+
+
+def test_pages_hold_more_than_reservations() -> None:
+    """In the paper's order, and near its figures."""
+    work = paper_table.lengths("sharegpt", 120)
+    found = {way: paper_table.utilisation(work, way) for way in (*paper_table.POLICIES, "paged")}
+    shares, at_once = ([of[name] for of in found.values()] for name in ("percent", "at_once"))
+    assert shares == sorted(shares) and at_once == sorted(at_once)
+    assert found["max"]["at_once"] == 7
+    assert found["paged"]["percent_of_pages"] > 96 and found["paged"]["percent"] > 94
+    for way, (percent, _) in paper_table.PAPER["sharegpt"].items():
+        assert found[way]["percent"] == pytest.approx(percent, rel=0.25)
+
+
+def test_choices_share_the_prompt_and_beams_more() -> None:
+    """Two choices on a prompt of 20 tokens share one page of two, in the last three of four steps."""
+    twins = paper_table.saved([paper_table.Length(20, 4)], "parallel", 2)
+    assert twins == pytest.approx(100 * 3 / (2 + 3 * 4))
+    work = paper_table.lengths("alpaca", 20)
+    parallel, beam = ([paper_table.saved(work, kind, width) for width in (2, 4)] for kind in ("parallel", "beam"))
+    assert 0 < parallel[0] < parallel[1] < beam[0] < beam[1] < 75

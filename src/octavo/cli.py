@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 import re
 import sys
@@ -34,16 +35,18 @@ from rich.progress import (
 )
 from typer.core import TyperCommand
 
-from octavo import __version__
+from octavo import __version__, kv_costs
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, InvalidRequest, ModelError, OctavoError
 from octavo.server.settings import ServerConfig
 from octavo.types import SamplingParams
 
 if TYPE_CHECKING:
+    from octavo.bench.report import Grid
     from octavo.client import Delta, RemoteChat
     from octavo.engine.llm import LLM, StreamEvent
     from octavo.planner.known import Shape
+    from octavo.planner.memory import Demand
     from octavo.simulator.cost import Cost
     from octavo.simulator.simulate import Simulation
     from octavo.simulator.traces import Arrival
@@ -149,6 +152,8 @@ def _option(config: type, name: str, defaults: dict[str, Any]) -> inspect.Parame
 CONFIGS: dict[type, str] = {EngineConfig: "Engine", SamplingParams: "Sampling", ServerConfig: "Server"}
 """What options are made of, and the headings under which they stand."""
 NO_OPTIONS = ("guide",)
+UNGATED = "allow_kv_quality_loss"
+"""No option of what only measures: it takes every format."""
 LISTS: dict[str, Any] = {
     "stop": list[str],
     "stop_token_ids": list[int],
@@ -235,6 +240,10 @@ def parse_bytes(text: str) -> int:
 
 MODEL_HELP = "A catalogue name, a hub name, or the path of a .gguf file or a folder."
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+HTML_HELP = "Write tables and plots to this file, one page that asks no server for anything."
+PNG_HELP = "Write the plots to this file; that needs matplotlib (pip install matplotlib)."
+Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help=HTML_HELP)]
+Png = Annotated[Path | None, typer.Option("--png", metavar="FILE", help=PNG_HELP)]
 
 
 def _version(wanted: bool) -> None:
@@ -473,13 +482,13 @@ PLANNED = (
     *("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
     *("kv_cache_memory_bytes", "swap_space", "kv_cache_dtype_skip_layers"),
 )
-SHAPE_HELP = "A config.json, a folder with one, a .gguf file, a catalogue name, or a well-known model (--list)."
+SHAPE_HELP = "A config.json, a folder with one, a .gguf file, a catalogue name, or a well-known model"
 
 
 @app.command(cls=Command)
 @takes(without=tuple(field.name for field in fields(EngineConfig) if field.name not in PLANNED))
 def plan(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=SHAPE_HELP)] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=f"{SHAPE_HELP} (--list).")] = None,
     lengths: Annotated[
         str, typer.Option(metavar="TOKENS,…", help="Tokens that a sequence holds; several with commas.")
     ] = "",
@@ -498,6 +507,12 @@ def plan(
         str | None, typer.Option(help="What weights are stored as; the default is what the file has, else bf16.")
     ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="What keys and values are stored as; also fp16.")] = "auto",
+    page_sizes: Annotated[
+        bool, typer.Option("--page-sizes", help="Instead, compare pages of 4 to 256 tokens in each format.")
+    ] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="With --page-sizes: load the model and time its steps too.")
+    ] = False,
     show_list: Annotated[bool, typer.Option("--list", help="Show the well-known models and GPUs.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
     *,
@@ -507,6 +522,9 @@ def plan(
 
     Without --gpu and --memory the plan is for this engine on this machine: the pool that it would allocate. GPUs are
     planned for engines that run there with pages of the same kind. docs/sizing.md tells the sums.
+
+    --page-sizes counts all bytes that go with a token, and the slots that sequences leave empty: those of --lengths or
+    --prompt-tokens, or of three usual mixes of lengths.
     """
     from octavo.engine.sizing import available_memory
     from octavo.planner import memory as sums
@@ -524,6 +542,9 @@ def plan(
     shape = _shape(model)
     engine = replace(engine, kv_cache_dtype="bf16" if kv_cache_dtype == "fp16" else kv_cache_dtype)
     wanted = sums.each_of(lengths, prompt_tokens, output_tokens, shared_tokens)
+    if page_sizes:
+        _page_sizes(model, shape, engine, wanted, measure, as_json)
+        return
     devices: list[sums.Device | int] = []
     devices += [sums.gpu(name, tensor_parallel_size, gpu_memory_utilization) for name in gpu or ()]
     if memory is not None:
@@ -539,6 +560,26 @@ def plan(
         screen.print(json.dumps(document(model, shape, plans), indent=1))
         return
     for line in lines(model, shape, plans):
+        screen.print(line)
+
+
+def _page_sizes(model: str, shape: Shape, engine: EngineConfig, wanted: list[Demand], measure: bool, js: bool) -> None:
+    """Print what page sizes cost."""
+    from octavo.planner.page_size import DTYPES, SIZES, page_costs, report, usual_lengths
+
+    costs = page_costs(shape.model, engine, {"given": wanted} if wanted else usual_lengths())
+    measured: dict[str, dict[int, Any]] = {}
+    if measure:
+        from octavo.bench.page_size import measure as steps
+
+        path = _fetch(model)
+        with aside.status("Loading") as status:
+            measured = steps(path, engine, SIZES, DTYPES, progress=status.update)
+    if js:
+        figures = {"model": model, "pages": [asdict(cost) for cost in costs], "measured": measured}
+        screen.print(json.dumps(figures, indent=1))
+        return
+    for line in report(costs, measured):
         screen.print(line)
 
 
@@ -572,7 +613,7 @@ class TraceKind(StrEnum):
 
 
 @app.command(cls=Command)
-@takes(without=("backend", "num_threads", "restore"))
+@takes(without=("backend", "num_threads", "restore", UNGATED))
 def simulate(
     trace: Annotated[str, typer.Argument(metavar="TRACE", help="A trace file, or a workload of octavo bench.")],
     kind: Annotated[TraceKind | None, typer.Option(help="The trace's format; the default tells by its start.")] = None,
@@ -599,7 +640,7 @@ def simulate(
     """
     from octavo.simulator import simulate as simulator
 
-    cost = _cost(calibration, model, gpu, tensor_parallel_size, engine)
+    cost, engine = _cost(calibration, model, gpu, tensor_parallel_size, engine)
     core = simulator.engine(engine, cost)
     arrivals = islice(_arrivals(trace, kind, requests, rate, chars_per_token, engine.seed), requests)
     whole = True
@@ -619,7 +660,10 @@ def simulate(
         raise typer.Exit(130)
 
 
-def _cost(calibration: Path | None, model: str | None, gpu: str, count: int, config: EngineConfig) -> Cost:
+def _cost(
+    calibration: Path | None, model: str | None, gpu: str, count: int, config: EngineConfig
+) -> tuple[Cost, EngineConfig]:
+    """What steps take, and the configuration with the pages of its layout."""
     from octavo.kv_format import ALIASES
     from octavo.planner.known import MODELS
     from octavo.simulator.cost import GPUS, Measured, Sheet
@@ -627,13 +671,18 @@ def _cost(calibration: Path | None, model: str | None, gpu: str, count: int, con
     if (calibration is None) == (model is None):
         raise ConfigError("model", "name either a well-known model, or a --calibration file")
     if calibration is not None:
-        return Measured.open(calibration).at(config.kv_cache_dtype, config.block_size)
+        if config.kv_layout == "contiguous":
+            if config.max_model_len is None:
+                raise ConfigError("max_model_len", "is what a reservation holds: kv_layout contiguous needs it here")
+            config = config.for_model(config.max_model_len)
+        return Measured.open(calibration).at(config.kv_cache_dtype, config.block_size), config
     dense = {name: shape.model for name, shape in MODELS.items() if shape.experts == 1}
     for option, name, known in (("model", model, dense), ("gpu", gpu, GPUS)):
         if name not in known:
             raise ConfigError(option, f"{name!r} is not known: there are {', '.join(known)}")
     dtype = ALIASES.get(config.kv_cache_dtype, config.kv_cache_dtype)
-    return Sheet(dense[str(model)], GPUS[gpu], count, dtype, config.block_size)
+    config = config.for_model(dense[str(model)].context_length)
+    return Sheet(dense[str(model)], GPUS[gpu], count, dtype, config.block_size), config
 
 
 def _arrivals(
@@ -648,6 +697,144 @@ def _arrivals(
     else:
         arrivals = read(Path(trace), kind and kind.value, chars_per_token=chars_per_token)
     return arrivals if rate is None else paced(arrivals, rate, seed)
+
+
+ADVISED = (
+    *("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"),
+    *("swap_space", "kv_cache_dtype", "preemption_mode"),
+)
+
+
+class GoalName(StrEnum):
+    """The names in octavo.planner.advisor, for --help."""
+
+    throughput = "throughput"
+    latency = "latency"
+    tail = "tail"
+
+
+@app.command(cls=Command)
+@takes(without=tuple(field.name for field in fields(EngineConfig) if field.name not in ADVISED))
+def advise(
+    trace: Annotated[
+        str | None, typer.Argument(metavar="TRACE", help="A trace file, or a workload of octavo bench.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(metavar="MODEL", help=f"{SHAPE_HELP}.")] = None,
+    lengths: Annotated[
+        str,
+        typer.Option(metavar="IN+OUT,…", help="Instead of a trace: lengths of prompts and answers, equally frequent."),
+    ] = "",
+    shared_tokens: Annotated[int, typer.Option(min=0, help="With --lengths: tokens with which all prompts begin.")] = 0,
+    requests: Annotated[int, typer.Option(min=1, help="How many of the trace's requests.")] = 200,
+    rate: Annotated[
+        float | None, typer.Option(min=0, help="Requests a second, at random times; the default is the trace's times.")
+    ] = None,
+    kind: Annotated[TraceKind | None, typer.Option(help="The trace's format; the default tells by its start.")] = None,
+    chars_per_token: Annotated[float, typer.Option(min=0.1, help="Where a trace has texts only.")] = 4.0,
+    goal: Annotated[
+        GoalName | None,
+        typer.Option(
+            help="Tokens a second, the mean time of requests, or its 99th percentile; the default is throughput "
+            "where all requests come at once, else latency."
+        ),
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="On this GPU, by its data sheet; a wrong name lists them.")] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs that each layer is split over.")] = 1,
+    memory: Annotated[
+        int | None, typer.Option(parser=parse_bytes, metavar="SIZE", help="On a device with so much memory.")
+    ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="What steps take here: a file of octavo bench calibrate.")
+    ] = None,
+    host_memory: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_bytes,
+            metavar="SIZE",
+            help="Most that a host tier may take; the default is four times the pool.",
+        ),
+    ] = None,
+    allow_kv_quality_loss: Annotated[
+        bool, typer.Option("--allow-kv-quality-loss", help="Consider int4 keys and values too.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the advice as JSON.")] = False,
+    *,
+    engine: EngineConfig,
+) -> None:
+    """Recommend how to serve a workload, with the reason and the predicted gain of each choice.
+
+    Candidates are tried in the simulator; options of the engine are where the search begins, and win a tie. It says so
+    where paging buys nothing. Without --gpu, --memory and --calibration the advice is for this machine, its steps
+    roughly as docs/performance.md has them. docs/advice.md tells more.
+    """
+    from octavo.bench import trials
+    from octavo.engine.sizing import available_memory
+    from octavo.planner.memory import Device
+    from octavo.planner.report import advice_document, advice_lines
+    from octavo.simulator.cost import GPUS, MEMORY_SHARE, Measured, processor
+
+    if model is None:
+        raise InvalidRequest("model", "name one: octavo advise TRACE --model MODEL")
+    if (why := _nothing_to_page(Path(model).expanduser())) is not None:
+        screen.print(json.dumps({"model": model, "pays": False, "paging": [why]}, indent=1) if as_json else why)
+        return
+    shape = _shape(model)
+    if (trace is None) == (not lengths):
+        raise InvalidRequest("lengths", "give either a TRACE or --lengths")
+    if trace is not None:
+        name, arrivals = (
+            trace,
+            list(islice(_arrivals(trace, kind, requests, rate, chars_per_token, engine.seed), requests)),
+        )
+    else:
+        name, arrivals = lengths, trials.of_lengths(lengths, shared_tokens, requests, rate, engine.seed)
+    if gpu is not None and gpu not in GPUS:
+        raise ConfigError("gpu", f"{gpu!r} is not known: there are {', '.join(GPUS)}")
+    where: Device | int = available_memory()
+    if gpu is not None:
+        where = Device(gpu, memory or GPUS[gpu].memory_bytes, tensor_parallel_size, 1.0 if memory else MEMORY_SHARE)
+    elif memory is not None:
+        where = Device("given", memory, tensor_parallel_size)
+    if calibration is not None:
+        cost_of = trials.timed(shape, Measured.open(calibration))
+    else:
+        cores = processor(len(os.sched_getaffinity(0)), memory or available_memory())
+        cost_of = trials.sheet(shape, cores if gpu is None else GPUS[gpu], tensor_parallel_size)
+    columns = [TextColumn("Trials"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    with Progress(*columns, console=aside, transient=True, disable=not aside.is_terminal) as bar:
+        task = bar.add_task("")
+        found = trials.advice(
+            name,
+            shape,
+            engine,
+            arrivals,
+            where,
+            cost_of,
+            goal=goal.value if goal is not None else "",
+            quality_loss=allow_kv_quality_loss,
+            host_bytes=host_memory,
+            tell=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    if as_json:
+        screen.print(json.dumps(advice_document(model, found), indent=1))
+        return
+    for line in advice_lines(model, found):
+        screen.print(line)
+
+
+def _nothing_to_page(path: Path) -> str | None:
+    """Why a model's config.json, or a pipeline's model_index.json, has no use for pages."""
+    from octavo.planner.advisor import nothing_to_page
+
+    files = [path / "model_index.json", path / "config.json"] if path.is_dir() else [path]
+    for file in files:
+        if file.suffix == ".json" and file.is_file():
+            try:
+                raw = json.loads(_text(file))
+            except ValueError as error:
+                raise ModelError(file, f"cannot be read as JSON: {error}") from error
+            return nothing_to_page(raw) if isinstance(raw, dict) else None
+    return None
 
 
 @contextmanager
@@ -709,7 +896,7 @@ class WorkloadName(StrEnum):
 
 
 @bench.command()
-@takes(max_num_seqs=32, seed=1)
+@takes(max_num_seqs=32, seed=1, without=(UNGATED,))
 def throughput(
     model: Model,
     workload: Annotated[WorkloadName, typer.Option(help="What to serve.")] = WorkloadName.mixed,
@@ -763,7 +950,7 @@ PAGED_ONLY = (
 
 
 @bench.command()
-@takes(seed=1, max_model_len=2048, without=("kv_layout", *PAGED_ONLY))
+@takes(seed=1, max_model_len=2048, without=("kv_layout", UNGATED, *PAGED_ONLY))
 def compare(
     model: Model,
     workload: Annotated[
@@ -813,6 +1000,266 @@ def compare(
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=1) + "\n")
     raise typer.Exit(0 if whole else 130)
+
+
+@bench.command("prefix-cache")
+@takes(seed=1, max_num_seqs=32, kv_cache_memory_bytes=1 << 30, without=("kv_layout", "enable_prefix_caching", UNGATED))
+def prefix_cache(
+    model: Model,
+    workload: Annotated[
+        list[WorkloadName] | None, typer.Option(help="What to serve; may be given again.", show_default="all three")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="How many in a round.")] = 8,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds, in which both engines take turns.")] = 9,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    *,
+    engine: EngineConfig,
+) -> None:
+    """Serve the same work with and without the prefix cache, and tell whether it pays.
+
+    Requests of "mixed" and "uniform" have nothing in common, so that the cache finds nothing and only costs; those of
+    "prefix" share 512 tokens, others in each round. What the cache adds to the books of pages, too little to be seen
+    in whole rounds, is timed apart, a token. docs/sizing.md tells more.
+    """
+    from octavo.bench.machine import machine
+    from octavo.bench.prefix_cache import measure, report
+    from octavo.bench.workloads import WORKLOADS
+
+    path, works = _fetch(model), [WORKLOADS[name] for name in (workload or COMPARED)]
+    with aside.status("Loading") as status:
+        found = measure(path, engine, works, requests, repeats, status.update)
+    if json_file is not None:
+        figures = {"machine": machine(), "model": model, "engine": asdict(engine), "results": found}
+        json_file.write_text(json.dumps(figures, indent=1) + "\n")
+    for result in found:
+        for line in report(result):
+            screen.print(line)
+
+
+class Endpoints(StrEnum):
+    """What a server is asked at, for --help."""
+
+    completions = "/v1/completions"
+    chat = "/v1/chat/completions"
+
+
+class PromptKind(StrEnum):
+    """How prompts are told, for --help."""
+
+    tokens = "tokens"
+    text = "text"
+
+
+@bench.command("serve", cls=Command)
+def bench_serve(
+    url: Annotated[list[str], typer.Option(help="A server; may be given again, to compare it with the first.")],
+    name: Annotated[list[str] | None, typer.Option(help="What to call it; may be given again, in their order.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="As the servers name it; the default is the first they list.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", show_envvar=True, help="What the servers ask for.")
+    ] = None,
+    endpoint: Annotated[Endpoints, typer.Option(help="Where to ask.")] = Endpoints.completions,
+    prompts: Annotated[
+        PromptKind | None,
+        typer.Option(help="Token ids, or words, which any server takes.", show_default="tokens, in chats text"),
+    ] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(min=200, help="Token ids are below this; the default is the server's, or 32,000.")
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option(help="Ask for whole answers, where the server knows how.")] = True,
+    workload: Annotated[
+        WorkloadName, typer.Option(help="What to ask for.", rich_help_panel="Load")
+    ] = WorkloadName.mixed,
+    trace: Annotated[
+        Path | None, typer.Option(help="Take times and lengths from this trace.", rich_help_panel="Load")
+    ] = None,
+    kind: Annotated[
+        TraceKind | None,
+        typer.Option(help="The trace's format; the default tells by its start.", rich_help_panel="Load"),
+    ] = None,
+    turns: Annotated[
+        int, typer.Option(min=0, help="Hold conversations of so many turns instead.", rich_help_panel="Load")
+    ] = 0,
+    think_time: Annotated[
+        float, typer.Option(min=0, help="Seconds between two turns, on average.", rich_help_panel="Load")
+    ] = 0.0,
+    scale: Annotated[
+        float, typer.Option(min=1, help="Divide the conversations' lengths by this.", rich_help_panel="Load")
+    ] = 96.0,
+    num_requests: Annotated[
+        int | None,
+        typer.Option(
+            "--num-requests",
+            "--num-prompts",
+            min=1,
+            help="How many in a run; the default is all of a trace, else 64.",
+            rich_help_panel="Load",
+        ),
+    ] = None,
+    request_rate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE,…",
+            help="Requests a second, at random times; several with commas; inf is all at once.",
+            show_default="inf, or the trace's times",
+            rich_help_panel="Load",
+        ),
+    ] = None,
+    concurrency: Annotated[
+        str,
+        typer.Option(
+            "--concurrency",
+            "--max-concurrency",
+            metavar="COUNT,…",
+            help="Requests under way at most; several with commas.",
+            rich_help_panel="Load",
+        ),
+    ] = "",
+    rounds: Annotated[
+        int, typer.Option(min=1, help="How often, the servers taking turns.", rich_help_panel="Load")
+    ] = 1,
+    num_warmups: Annotated[
+        int, typer.Option(min=0, help="Requests before, that do not count.", rich_help_panel="Load")
+    ] = 4,
+    seed: Annotated[int, typer.Option(min=0, help="Decides lengths, tokens and times.", rich_help_panel="Load")] = 1,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, help="Seconds that a request may take.", rich_help_panel="Load")
+    ] = 600.0,
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME:MS",
+            help="Count requests that meet this, of ttft, tpot, itl, e2el; may be given again.",
+            rich_help_panel="Figures",
+        ),
+    ] = None,
+    price_per_hour: Annotated[
+        float | None, typer.Option(min=0, help="What a server costs, in any currency.", rich_help_panel="Figures")
+    ] = None,
+    output_weight: Annotated[
+        float,
+        typer.Option(min=0, help="Prompt tokens that one of an answer costs as much as.", rich_help_panel="Figures"),
+    ] = 4.0,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures to it.")] = None,
+    html: Html = None,
+    png: Png = None,
+) -> None:
+    """Load any server with OpenAI's API, streaming, and print rates, latencies, failures, goodput and cost.
+
+    With several servers each run is done by all of them in turn, who is first changing from round to round; no two runs
+    have prompts in common. Tokens are those that the server counts (usage), else its events. Names are those of vLLM's
+    bench serve. Ctrl-C ends early and keeps what was measured. docs/benchmarking.md tells more.
+    """
+    from octavo.bench import charts, loads
+    from octavo.bench import serve as serving
+    from octavo.bench.figures import Price, goals
+    from octavo.bench.machine import machine
+    from octavo.bench.report import check_png, write
+    from octavo.bench.workloads import WORKLOADS
+
+    asked = {key: _plain_option(value) for key, value in locals().items() if key in BENCH_SERVE}
+    check_png(png)
+    if trace is not None and turns:
+        raise InvalidRequest("turns", "and --trace exclude each other")
+    if trace is not None:
+        load = loads.of_trace(trace, kind and kind.value, num_requests)
+    elif turns:
+        load = loads.of_conversations(turns, num_requests or 64, scale, think_time)
+    else:
+        load = loads.of_workload(WORKLOADS[workload.value], num_requests)
+    as_text = (prompts or (PromptKind.text if turns or endpoint is Endpoints.chat else PromptKind.tokens)) == "text"
+    if not as_text and (turns or endpoint is Endpoints.chat):
+        raise InvalidRequest("prompts", "must be text in chats and conversations")
+    plan = serving.Plan(
+        load,
+        _rates(request_rate, load.paced),
+        list(_numbers("concurrency", concurrency)) or [None],
+        rounds=rounds,
+        seed=seed,
+        timeout_s=timeout,
+        num_warmups=num_warmups,
+        ignore_eos=ignore_eos,
+        goals=goals(goodput or []),
+        price=None if price_per_hour is None else Price(price_per_hour, output_weight),
+    )
+    names: list[str | None] = [*(name or []), *[None] * len(url)]
+    targets = [
+        serving.Target.find(one, called, model, api_key, endpoint.value, as_text, vocab_size)
+        for one, called in zip(url, names, strict=False)
+    ]
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    on = machine()
+    with Progress(*columns, console=aside, transient=True, disable=not aside.is_terminal, refresh_per_second=2) as bar:
+        task = bar.add_task("")
+        servers, whole = serving.measure(
+            targets, plan, lambda about, done, total: bar.update(task, description=about, completed=done, total=total)
+        )
+    document = {
+        "octavo": __version__,
+        "machine": on,
+        "load": {"name": load.name, "about": load.about},
+        "asked": asked,
+        "whole": whole,
+        "servers": servers,
+        "summary": serving.summarise(servers),
+    }
+    if json_file is not None:
+        json_file.write_text(json.dumps(document, indent=1) + "\n")
+    if document["summary"]:
+        for grid in charts.served(document):
+            _show_grid(grid)
+        write(charts.of_serving(document), html, png)
+    for line in charts.failures(document):
+        aside.print(line, style="red")
+    for line in serving.warnings(servers):
+        aside.print(line, style="yellow")
+    if not whole:
+        aside.print("interrupted: these are the figures so far", style="red")
+        raise typer.Exit(130)
+
+
+BENCH_SERVE = (
+    *("endpoint", "prompts", "ignore_eos", "workload", "trace", "turns", "think_time", "scale", "num_requests"),
+    *("request_rate", "concurrency", "rounds", "num_warmups", "seed", "timeout", "goodput", "price_per_hour"),
+    "output_weight",
+)
+"""What of its options a benchmark's figures hang on."""
+
+
+def _plain_option(value: Any) -> Any:
+    return value.value if isinstance(value, StrEnum) else str(value) if isinstance(value, Path) else value
+
+
+def _rates(text: str | None, paced: bool) -> list[float | None]:
+    """Requests a second; 0 for all at once, None for the times that a load has."""
+    if text is None:
+        return [None if paced else 0.0]
+    try:
+        rates = [float(number) for number in text.split(",")]
+    except ValueError:
+        rates = [-1.0]
+    if not all(rate > 0 for rate in rates):
+        raise InvalidRequest("request_rate", f"must be numbers above 0 or inf, with commas between them, got {text!r}")
+    return [0.0 if math.isinf(rate) else rate for rate in rates]
+
+
+def _show_grid(grid: Grid) -> None:
+    """A table for the terminal, on its side if it is too wide."""
+    screen.print(f"{grid.title}")
+    columns = [grid.head, *grid.rows]
+    widths = [max(len(row[at]) for row in columns) for at in range(len(grid.head))]
+    if sum(widths) + 2 * len(widths) <= screen.width:
+        columns = list(zip(*columns, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    for row in zip(*columns, strict=True):
+        cells = [
+            cell.ljust(width) if at == 0 else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        screen.print("  ".join(cells).rstrip())
+    screen.print()
 
 
 class DayName(StrEnum):
@@ -905,7 +1352,7 @@ def day(
 
 
 @bench.command()
-@takes(seed=1, without=("kv_cache_dtype",))
+@takes(seed=1, without=("kv_cache_dtype", UNGATED))
 def quality(
     model: Model,
     text: Annotated[
@@ -921,8 +1368,9 @@ def quality(
     """Compare the formats of keys and values with bf16: perplexity, agreement, facts found in long contexts.
 
     Perplexity and agreement are of the same tokens, put to the model in windows of 1,024; fp32 shows how much a change
-    far below the others' makes. Eight facts are told all over a context of other text and asked for at its end;
-    those that are answered without a wrong token count as found.
+    far below the others' makes. 24 facts are told all over a context of other text and asked for at its end; those
+    that are answered without a wrong token count as found. With --backend reference nothing but keys and values is
+    rounded; the native kernels round the inputs of products too, and any change moves some of those roundings.
     """
     from octavo.bench.machine import machine
     from octavo.bench.quality import measure, num_steps
@@ -930,14 +1378,15 @@ def quality(
     texts = [_text(path) for path in text or []]
     names, sizes = dtypes.split(","), _numbers("lengths", lengths)
     path = _fetch(model)
-    columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}")]
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     with Progress(*columns, console=aside, transient=True, disable=not aside.is_terminal) as bar:
         task = bar.add_task("Loading", total=num_steps(path, texts, names, sizes))
         found = measure(path, engine, texts, names, sizes, lambda about: bar.update(task, description=about, advance=1))
     figures = {"machine": machine(), "model": model, "engine": asdict(engine), **found}
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=1) + "\n")
-    screen.print(f"{figures['num_tokens']:,} tokens" + (" of the model's own" if figures["own_text"] else ""))
+    own = " of the model's own" if figures["own_text"] else ""
+    screen.print(f"{figures['num_tokens']:,} tokens{own}, in {figures['seconds'] / 60:.1f} minutes")
     screen.print(f"{'':<10} {'bytes':>7} {'perplexity':>22} {'top-1':>7} {'drift':>7}  facts found")
     for name, of in figures["dtypes"].items():
         rise = f"{of['perplexity']:.3f} {of['perplexity_percent']:+.2f} ± {of['perplexity_error_percent']:.2f} %"
@@ -956,7 +1405,7 @@ def _numbers(name: str, text: str) -> list[int]:
 
 
 @bench.command()
-@takes(max_num_seqs=32)
+@takes(max_num_seqs=32, without=(UNGATED,))
 def calibrate(
     model: Model,
     json_file: Annotated[Path, typer.Option("--json", help="Write what was found to this file.")] = Path(
@@ -1031,7 +1480,10 @@ def _load(model: str | None, config: EngineConfig) -> LLM:
     with aside.status(f"Loading {model}") if aside.is_terminal else nullcontext():
         from octavo.engine.llm import LLM  # takes a moment: numpy, tokenizers, the native kernels
 
-        return LLM(path, **asdict(config))
+        llm = LLM(path, **asdict(config))
+    if aside.is_terminal and (cost := kv_costs.told(config, llm.model)):
+        aside.print(cost, style="dim")
+    return llm
 
 
 def _prompts(prompts: list[str], file: Path | None) -> list[str]:
@@ -1107,7 +1559,18 @@ def _plain(value: Any) -> Any:
     return value._asdict() if isinstance(value, tuple) and hasattr(value, "_asdict") else value
 
 
-PLAIN_OPTIONS = {"file", "config", "gpu", "lengths", "shared_tokens", "tensor_parallel_size", "weight_dtype"}
+PLAIN_OPTIONS = {
+    "file",
+    "goal",
+    "memory",
+    "calibration",
+    "config",
+    "gpu",
+    "lengths",
+    "shared_tokens",
+    "tensor_parallel_size",
+    "weight_dtype",
+}
 
 
 def _as_option(error: OctavoError) -> str:

@@ -39,7 +39,7 @@ class Refused(OctavoError):
 
 
 class Endpoint:
-    """A server behind a URL, which may end in /v1.
+    """A server behind a URL, which may end in /v1: where it is, and what every request to it says.
 
     Raises ConfigError for a URL that is none. Every call raises OctavoError when the server cannot be reached or fails.
     """
@@ -53,17 +53,18 @@ class Endpoint:
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
             raise ConfigError("url", f"must look like http://localhost:8000, got {url!r}")
         self.url = url
-        self._host, self._port, self._secure = parts.hostname, port, parts.scheme == "https"
-        path = parts.path.rstrip("/")
-        self._path = path if path.endswith("/v1") else f"{path}/v1"
+        self.secure = parts.scheme == "https"
+        self.host, self.port = parts.hostname, port or (443 if self.secure else 80)
+        self.authority = parts.netloc.rpartition("@")[2]
+        self.root = parts.path.rstrip("/").removesuffix("/v1")
         self.headers = {"Content-Type": "application/json"}
         if api_key:
             self.headers["Authorization"] = f"Bearer {api_key}"
 
     def connect(self) -> http.client.HTTPConnection:
         """A connection that is not made yet."""
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        return kind(self._host, self._port, timeout=CONNECT_S)
+        kind = http.client.HTTPSConnection if self.secure else http.client.HTTPConnection
+        return kind(self.host, self.port, timeout=CONNECT_S)
 
     def ask(
         self,
@@ -81,13 +82,22 @@ class Endpoint:
             if connection.sock is None:
                 connection.connect()
             connection.sock.settimeout(silence_s)
-            connection.request(method, self._path + path, body, self.headers)
+            connection.request(method, f"{self.root}/v1{path}", body, self.headers)
             response = connection.getresponse()
             if response.status != 200:
                 raise _refusal(self.url, response.status, response.read(65536))
         except (OSError, http.client.HTTPException) as error:
             raise OctavoError(f"{self.url} cannot be reached: {error}") from error
         return response
+
+    def models(self) -> list[dict[str, Any]]:
+        """What the server lists, one model or more."""
+        try:
+            listed = list(self.json("GET", "/models")["data"])
+            str(listed[0]["id"])
+        except (LookupError, TypeError) as error:
+            raise OctavoError(f"{self.url} lists no models: is it an OpenAI-compatible server?") from error
+        return listed
 
     def json(self, method: str, path: str, body: Any = None, silence_s: float = SILENCE_S) -> Any:
         """Send JSON, if there is any, and read the JSON that comes back."""
@@ -108,7 +118,7 @@ class RemoteChat:
         self._endpoint = Endpoint(url, api_key)
         self.begin()
         self._stats = {"generation_tokens": 0, "hit_tokens": 0, "queried_tokens": 0}
-        self._model = model or self._first_model()
+        self._model = model or str(self._endpoint.models()[0]["id"])
 
     def begin(self) -> None:
         """Begin another conversation, which servers that know sessions keep apart from the last one."""
@@ -146,16 +156,9 @@ class RemoteChat:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def _first_model(self) -> str:
-        listed = self._endpoint.json("GET", "/models")
-        try:
-            return str(listed["data"][0]["id"])
-        except (LookupError, TypeError) as error:
-            raise OctavoError(f"{self.url} lists no models: is it an OpenAI-compatible server?") from error
-
     def _take(self, chunk: Any) -> Generator[Delta]:
         if "error" in chunk:
-            raise OctavoError(f"{self.url}: {_message(chunk)}")
+            raise OctavoError(f"{self.url}: {message_of(chunk)}")
         for choice in chunk.get("choices") or ():
             text = (choice.get("delta") or {}).get("content")
             if text:
@@ -181,7 +184,7 @@ def _changed(params: SamplingParams) -> dict[str, Any]:
 def _refusal(url: str, status: int, body: bytes) -> OctavoError:
     try:
         document = json.loads(body)
-        message, field = _message(document), (document.get("error") or {}).get("param")
+        message, field = message_of(document), (document.get("error") or {}).get("param")
     except (AttributeError, ValueError):
         message, field = body[:200].decode(errors="replace"), None
     if status in (400, 422):
@@ -190,6 +193,7 @@ def _refusal(url: str, status: int, body: bytes) -> OctavoError:
     return Refused(url, status, message)
 
 
-def _message(document: Any) -> str:
-    error = document.get("error") or document
+def message_of(document: Any) -> str:
+    """What an error says, in OpenAI's form or in another."""
+    error = (document.get("error") or document) if isinstance(document, dict) else document
     return str(error.get("message", error) if isinstance(error, dict) else error)

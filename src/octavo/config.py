@@ -69,6 +69,7 @@ class EngineConfig:
     max_pinned_fraction: most of the pool that pinned sessions may hold.
     kv_quota: most of the pool in which one API key's pages may lie idle.
     kv_layout: paged, or contiguous: one page of max_model_len tokens a sequence, nothing shared; to compare with.
+    allow_kv_quality_loss: take a kv_cache_dtype that costs more quality than its bound, or that was not measured.
     """
 
     block_size: int = 16
@@ -92,6 +93,7 @@ class EngineConfig:
     kv_quota: float = 1.0
     kv_cache_dtype_skip_layers: tuple[int, ...] = ()
     kv_layout: str = "paged"
+    allow_kv_quality_loss: bool = False
 
     def __post_init__(self) -> None:
         _integer("block_size", self.block_size, 1, MAX_BLOCK_SIZE)
@@ -108,7 +110,7 @@ class EngineConfig:
             raise ConfigError("scheduling_policy", f"must be fcfs or priority; got {self.scheduling_policy!r}")
         if self.preemption_mode not in ("auto", "swap", "recompute"):
             raise ConfigError("preemption_mode", f"must be auto, swap or recompute; got {self.preemption_mode!r}")
-        for name in ("enable_prefix_caching", "restore"):
+        for name in ("enable_prefix_caching", "restore", "allow_kv_quality_loss"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, f"must be true or false, got {getattr(self, name)!r}")
         for name, high in _NUMBERS.items():

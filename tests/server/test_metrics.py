@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.conftest import REPOSITORY
+from tests.models import tiny
 
 from octavo.cache.manager import CacheStats, TierPages
 from octavo.cache.tiers import TierStats
+from octavo.config import EngineConfig
+from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.process import EngineStats, TierNews
 from octavo.errors import ConfigError
 from octavo.scheduler.scheduler import SchedulerStats
@@ -279,3 +284,25 @@ def test_the_documentation_gives_the_limits_that_hold() -> None:
     assert len(told) == 9
     for flag, number, mebibytes in told:
         assert float(number) * (1 << 20 if mebibytes else 1) == defaults[flag.replace("-", "_")], flag
+
+
+@pytest.mark.parametrize(("layout", "page_tokens"), [("paged", 16), ("contiguous", 208)])
+def test_the_capacity_is_that_of_the_pages_that_there_are(tmp_path: Path, layout: str, page_tokens: int) -> None:
+    """200 tokens are reserved in a page of 208; three such pages, or the same memory in pages of 16."""
+    shape = tiny.config("llama")
+    model = tiny.write_folder(tmp_path / "tiny", shape, tiny.tensors(shape))
+    token_bytes = 2 * 2 * 2 * 16 * 2  # layers, keys and values, heads, their size, bf16
+
+    async def page() -> str:
+        options = {"kv_layout": layout, "max_model_len": 200, "kv_cache_memory_bytes": 3 * 208 * token_bytes}
+        llm = await AsyncLLM.start(model, EngineConfig(**options, num_threads=1))
+        try:
+            return Metrics.of(llm, "vllm", "m").page().decode()
+        finally:
+            await llm.close()
+
+    [line] = [line for line in asyncio.run(page()).splitlines() if line.startswith("vllm:cache_config_info{")]
+    told = dict(re.findall(r'(\w+)="([^"]*)"', line))
+    assert (told["block_size"], told["num_gpu_blocks"]) == (str(page_tokens), str(624 // page_tokens))
+    assert told["kv_cache_size_tokens"] == "624" and told["kv_cache_max_concurrency"] == str(624 / 200)
+    assert told["kv_cache_memory_bytes"] == str(624 * token_bytes)

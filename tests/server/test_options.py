@@ -59,7 +59,7 @@ FLAGS = """--host 0.0.0.0 --port 8123 --uds /tmp/x.sock --allowed-origins https:
 --block-size 32 --max-num-seqs 3 --max-num-batched-tokens 77 --scheduling-policy priority
 --kv-cache-memory-bytes 1GiB --no-enable-prefix-caching --max-model-len 99 --seed 12 --num-threads 1
 --kv-cache-dtype fp32 --backend reference
---kv-cache-dtype-skip-layers 1 --kv-cache-dtype-skip-layers 5 --kv-layout contiguous
+--kv-cache-dtype-skip-layers 1 --kv-cache-dtype-skip-layers 5 --kv-layout contiguous --allow-kv-quality-loss
 --kv-offload-space 2 --no-restore --preemption-mode swap --session-ttl 60 --max-pinned-fraction 0.5 --kv-quota 0.75"""
 SERVER = ServerConfig(
     host="0.0.0.0",
@@ -97,6 +97,7 @@ ENGINE = EngineConfig(
     kv_quota=0.75,
     kv_cache_dtype_skip_layers=(1, 5),
     kv_layout="contiguous",
+    allow_kv_quality_loss=True,
 )
 
 
@@ -118,14 +119,14 @@ def test_a_file_holds_the_same(what_would_start: Any, tmp_path: Path, monkeypatc
         "served_model_name: [one, two]\nmax-logprobs: 7\napi-key: [k1, k2]\nshare-prefixes: true\n"
         "max-body-bytes: 2MiB\nmax-prompts-per-request: 3\nmax-queued-requests: 4\nheader-timeout: 1.5\n"
         "body-timeout: 2.5\ntimeout-keep-alive: 3.5\ndrain-timeout: 4.5\nstep-timeout: 5.5\n"
-        "max-connections: 5\ndisable-log-requests: true\n"
-        "log-prompts: true\nmetrics-namespace: vllm\nno-ui: true\nui-show-text: true\n"
-        "ssl-cert-reqs: 1\nadmin-api-key: k0\n"
+        "max-connections: 5\ndisable-log-requests: true\nno-ui: true\nui-show-text: true\n"
+        "log-prompts: true\nmetrics-namespace: vllm\nssl-cert-reqs: 1\nadmin-api-key: k0\n"
         "block-size: 32\nmax-num-seqs: 3\n"
         "max-num-batched-tokens: 77\nscheduling-policy: priority\nkv-cache-memory-bytes: 1GiB\n"
         "enable-prefix-caching: false\nmax-model-len: 99\nseed: 12\nnum-threads: 1\nkv-cache-dtype: fp32\n"
         "backend: reference\nkv-offload-space: 2\nrestore: false\npreemption-mode: swap\nsession-ttl: 60\n"
         "max-pinned-fraction: 0.5\nkv-quota: 0.75\nkv-cache-dtype-skip-layers: [1, 5]\nkv-layout: contiguous\n"
+        "allow-kv-quality-loss: true\n"
     )
     assert what_would_start("--config", str(file)) == ("m", SERVER, ENGINE)
     model, server, engine = what_would_start("other", "--port", "1", "--config", str(file), "--api-key", "k3")

@@ -13,9 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 from bench.idle_connections import Crowd, at_rest, stream_speed
-from bench.load import Connection, Server
+from bench.load import Server
 from bench.soak import ABANDONED, OPTIONS, Soak, settle
 from tests.server.serving import serving, until
+
+from octavo.bench.wire import Connection
 
 PATIENCE_S = 20.0
 POOL = "--kv-cache-memory-bytes=12MiB"
@@ -54,7 +56,7 @@ def test_a_crowd_that_does_nothing_is_served_and_let_go(server: Server) -> None:
         await crowd.gather_round(60, 6)
         await asyncio.wait_for(at_rest(server), PATIENCE_S)  # slow readers' answers are computed, read or not
         assert descriptors() > 60
-        await stream_speed(server.port, 20)
+        await stream_speed(server.endpoint, 20)
         deadline = time.monotonic() + PATIENCE_S
         while crowd.num_reopened < 40 and time.monotonic() < deadline:  # silent ones and half heads are closed in time
             await asyncio.sleep(0.1)
@@ -74,10 +76,10 @@ def test_gauges_follow_a_request_that_is_dropped(server: Server) -> None:
     """Within a step and a poll, and no token is generated for nobody."""
 
     async def scene() -> None:
-        connection = await Connection.open(server.port)
+        connection = await Connection.open(server.endpoint)
         body = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "stream": True}
         reply = connection.send("/v1/completions", body)
-        while len(reply.chunks) < 3:
+        while len(reply.pieces) < 3:
             await asyncio.sleep(0.001)
         now = await asyncio.to_thread(server.metrics)
         assert now["num_requests_running"] == 1

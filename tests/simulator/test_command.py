@@ -56,6 +56,24 @@ def test_a_calibration_says_what_steps_take(tmp_path: Path) -> None:
     assert figures["computed_tokens"] == 374 + 396 + 1 + 43 + 108
 
 
+def test_reservations_are_simulated_as_such(tmp_path: Path) -> None:
+    """Two of 1,024 tokens in the memory of 160 pages: two of uniform's 256 tokens at once."""
+    path = tmp_path / "figures.json"
+    memory = ["--kv-cache-memory-bytes", str(160 * 16 * 327_680), "--json", str(path)]
+    options = [*GPUS, *memory, "--kv-layout", "contiguous", "--max-model-len", "1024"]
+    simulate("uniform", "--requests", "6", *options)
+    figures = json.loads(path.read_text())
+    assert (figures["num_pages"], figures["finished"]) == (2, 6)
+    assert max(figures["timeline"]["running"]) == 2 and figures["num_preemptions"] == 0
+    assert figures["kv_waste"] == pytest.approx(1 - 192 / 1024, abs=0.02)
+    cost(16).save(tmp_path / "costs.json")
+    timed = ["--calibration", str(tmp_path / "costs.json"), "--kv-layout", "contiguous"]
+    simulate("uniform", "--requests", "6", *timed, "--max-model-len", "256", "--json", str(path))
+    assert json.loads(path.read_text())["num_pages"] == ((1 << 20) - 1000) // (256 * 16)
+    with pytest.raises(ConfigError, match="max_model_len: is what a reservation holds"):
+        CliRunner().invoke(cli.app, ["simulate", "mixed", *timed], catch_exceptions=False)
+
+
 def test_an_interruption_leaves_the_figures_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = iter(range(100))
 

@@ -1,6 +1,7 @@
 """A working day of conversations: when each turn comes, who takes it, and how many tokens it brings.
 
-Owns the load of `octavo bench day`; knows no engine. What published traces say, and what is taken from them:
+Owns the loads of `octavo bench day` and of `octavo bench serve --turns`; knows no engine. What published traces say,
+and what is taken from them:
 
     Mooncake, conversation trace: 12,031 requests of one hour with the prompts' blocks of 512 tokens
     (Qin et al., arXiv:2407.00079). A request that begins with the blocks of an earlier one continues it; 3,830 do.
@@ -31,7 +32,7 @@ from heapq import heapify, heappop, heappush
 from statistics import NormalDist
 from typing import NamedTuple
 
-from octavo.bench.workloads import random_tokens
+from octavo.bench.workloads import Work, random_tokens
 
 GAP_SIGMA = 0.97
 FIRST_MEDIAN, FIRST_SIGMA = 4961, 1.26
@@ -39,6 +40,8 @@ NEW_MEAN, NEW_SIGMA = 1300, 1.0
 ANSWER_MEAN, ANSWER_SIGMA = 343, 0.86
 REQUESTS_A_SESSION = 9.2
 SYSTEM_TOKENS = 32
+MOST = 1024
+"""Of a message or an answer, in `draw_talks`."""
 OPEN_HOURS = 0.5
 """How many hours' conversations are open at the start."""
 
@@ -128,6 +131,27 @@ def draw_day(
             heapify(due)
         held.append(sum(lengths))
     return Day(turns, held, len(lengths))
+
+
+def draw_talks(
+    count: int, turns: int, scale: float, think_s: float, vocab: int, seed: int
+) -> list[tuple[list[Work], list[float]]]:
+    """So many conversations of a number of turns: what is new in each, and the seconds before it.
+
+    Lengths and the spread of the pauses are those above, `think_s` their mean; none before the first turn.
+    """
+    chance = random.Random(seed)
+    system = random_tokens(chance, vocab, SYSTEM_TOKENS)
+    first = _lengths(chance, count, math.log(FIRST_MEDIAN / scale), FIRST_SIGMA, MOST)
+    new = iter(_lengths(chance, count * max(turns - 1, 1), _mu(NEW_MEAN / scale, NEW_SIGMA), NEW_SIGMA, MOST))
+    answers = iter(_lengths(chance, count * turns, _mu(ANSWER_MEAN / scale, ANSWER_SIGMA), ANSWER_SIGMA, MOST))
+    talks = []
+    for length in first:
+        beginning = system + random_tokens(chance, vocab, length)
+        messages = [beginning, *(random_tokens(chance, vocab, next(new)) for _ in range(turns - 1))]
+        pauses = [0.0, *(think_s * chance.lognormvariate(-(GAP_SIGMA**2) / 2, GAP_SIGMA) for _ in messages[1:])]
+        talks.append(([Work(message, next(answers)) for message in messages], pauses))
+    return talks
 
 
 def _mu(mean: float, sigma: float) -> float:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from octavo.bench.conversations import Day, Turn, draw_day
-from octavo.bench.throughput import spread
+from octavo.bench.figures import spread
 from octavo.bench.workloads import random_tokens
 from octavo.config import EngineConfig
 from octavo.engine.async_llm import AsyncLLM

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,18 +16,21 @@ from typing import Any, NamedTuple
 
 from octavo.config import EngineConfig
 from octavo.engine.llm import LLM, assemble
+from octavo.kv_costs import BOUNDS
 from octavo.models.weights import open_checkpoint
 from octavo.types import SamplingParams
 
 BASE = "bf16"
 DTYPES = (BASE, "fp32", "int8", "fp8_e4m3", "fp8_e5m2", "int4")
-BOUNDS = {"int8": 0.3, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "int4": 4.0}
-"""Percent that perplexity may rise."""
 WINDOW = 1024
 OWN_TEXTS, OWN_TOKENS = 8, 512
 """Without texts, the model's own: samples of so many tokens."""
 LENGTHS = (512, 1024, 2048, 4096, 8192)
-PLACES = ("Paris", "Cairo", "Lima", "Oslo", "Delhi", "Quito", "Seoul", "Accra")
+PLACES = (
+    *("Paris", "Cairo", "Lima", "Oslo", "Delhi", "Quito", "Seoul", "Accra", "Berlin", "Madrid", "Rome", "Athens"),
+    *("Dublin", "Vienna", "Prague", "Warsaw", "Lisbon", "Moscow", "Tokyo", "Beijing", "Jakarta", "Nairobi", "Havana"),
+    "Boston",
+)
 QUESTION = "The number of {place} is"
 
 
@@ -51,8 +55,10 @@ def measure(
     perplexity_percent is how much higher perplexity is than in bf16, with twice its standard error; top1_percent how
     often the likeliest token is the same, drift the mean absolute difference of a token's log-probability, both
     teacher-forced. found counts the facts that were told, by length of the context. The verdict holds the rise against
-    the format's bound, and says so where that lies within the error.
+    the format's bound, and says so where that lies within the error; facts_lost and facts_won are those that only bf16
+    found, and those that only the format did.
     """
+    start = time.perf_counter()
     windows: list[list[int]] = []
     results: dict[str, Any] = {}
     base: Scores | None = None
@@ -70,7 +76,8 @@ def measure(
                 advance(f"{dtype}: facts in {length} tokens")
             base = base or scores
             results[dtype] = _figures(dtype, engine.format.page_bytes / config.block_size, scores, base)
-    return {"num_tokens": sum(map(len, windows)), "own_text": not texts, "dtypes": results}
+    seconds = time.perf_counter() - start
+    return {"num_tokens": sum(map(len, windows)), "own_text": not texts, "seconds": seconds, "dtypes": results}
 
 
 def num_steps(path: Path, texts: Sequence[str], dtypes: Sequence[str], lengths: Sequence[int]) -> int:
@@ -135,11 +142,12 @@ def _figures(dtype: str, token_bytes: float, scores: Scores, base: Scores) -> di
         "drift": statistics.fmean(map(abs, losses)),
         "found": {length: f"{sum(found)}/{len(found)}" for length, found in scores.found.items()},
     }
+    pairs = [pair for length in base.found for pair in zip(base.found[length], scores.found[length], strict=True)]
+    figures |= {"facts_lost": pairs.count((True, False)), "facts_won": pairs.count((False, True))}
     if dtype in BOUNDS:
         rise, bound = figures["perplexity_percent"], BOUNDS[dtype]
         figures |= {"bound_percent": bound, "verdict": "above the bound" if rise > bound else "within the bound"}
         if abs(rise - bound) < 100 * error:
             figures["verdict"] = "too near to tell from the bound"
-        total, of = (sum(map(sum, each.found.values())) for each in (scores, base))
-        figures["verdict"] += f", {of - total} facts fewer" if total < of else ", no fact fewer"
+        figures["verdict"] += f", {figures['facts_lost']} facts lost and {figures['facts_won']} won"
     return figures

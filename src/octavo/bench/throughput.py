@@ -5,11 +5,11 @@ Owns the clock and the report; the engine is used as anyone would use it, throug
 
 from __future__ import annotations
 
-import statistics
 import time
 from pathlib import Path
 from typing import Any
 
+from octavo.bench.figures import spread
 from octavo.bench.machine import Shape, Watch, probe, standing
 from octavo.bench.workloads import Workload, rates
 from octavo.config import EngineConfig
@@ -82,10 +82,3 @@ def run_work(llm: LLM, workload: Workload, num_requests: int | None, seed: int) 
         "num_preemptions": after["num_preemptions"] - before["num_preemptions"],
     }
     return figures, start
-
-
-def spread(values: list[float]) -> dict[str, float] | None:
-    """Median and 99th percentile, None of nothing."""
-    if len(values) < 2:
-        return {"median": values[0], "p99": values[0]} if values else None
-    return {"median": statistics.median(values), "p99": statistics.quantiles(values, n=100, method="inclusive")[98]}

@@ -55,17 +55,20 @@ def random_tokens(chance: random.Random, vocab_size: int, count: int) -> list[in
     return [chance.randrange(FIRST_TOKEN, vocab_size) for _ in range(count)]
 
 
-def _log_normal(chance: random.Random, mean: float, low: int, high: int, sigma: float = 0.9) -> int:
-    mu = math.log(mean) - sigma**2 / 2  # of the mean before clipping
+def log_normal(chance: random.Random, mean: float, low: int, high: int, sigma: float = 0.9) -> int:
+    """A length; the mean is that before clipping."""
+    mu = math.log(mean) - sigma**2 / 2
     return min(max(round(chance.lognormvariate(mu, sigma)), low), high)
 
 
 def _mixed(num_requests: int, vocab_size: int, chance: random.Random) -> list[Work]:
-    lengths = [(_log_normal(chance, 161, 4, 1024), _log_normal(chance, 180, 4, 512)) for _ in range(num_requests)]
+    lengths = [(log_normal(chance, 161, 4, 1024), log_normal(chance, 180, 4, 512)) for _ in range(num_requests)]
     return [Work(random_tokens(chance, vocab_size, prompt), answer) for prompt, answer in lengths]
 
 
-def _fixed(prompt: int, answer: int, shared: int = 0) -> Callable[[int, int, random.Random], list[Work]]:
+def fixed(prompt: int, answer: int, shared: int = 0) -> Callable[[int, int, random.Random], list[Work]]:
+    """Prompts and answers of one length, after so many tokens that all prompts share."""
+
     def make(num_requests: int, vocab_size: int, chance: random.Random) -> list[Work]:
         common = random_tokens(chance, vocab_size, shared)
         return [Work(common + random_tokens(chance, vocab_size, prompt), answer) for _ in range(num_requests)]
@@ -77,9 +80,9 @@ WORKLOADS = {
     work.name: work
     for work in (
         Workload("mixed", "log-normal lengths, means 161 in and 180 out", _mixed),
-        Workload("uniform", "128 in, 128 out", _fixed(128, 128)),
-        Workload("prefix", "512 shared and 32 own in, 64 out", _fixed(32, 64, shared=512)),
+        Workload("uniform", "128 in, 128 out", fixed(128, 128)),
+        Workload("prefix", "512 shared and 32 own in, 64 out", fixed(32, 64, shared=512)),
         Workload("single", "mixed requests one at a time", _mixed, num_requests=8, at_once=1),
-        Workload("long", "1,536 in, 64 out", _fixed(1536, 64)),
+        Workload("long", "1,536 in, 64 out", fixed(1536, 64)),
     )
 }

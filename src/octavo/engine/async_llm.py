@@ -236,6 +236,7 @@ class AsyncLLM:
         try:
             checkpoint = await asyncio.to_thread(open_checkpoint, model_path)
             self.model = checkpoint.config
+            self.config = config.for_model(self.model.context_length)
             self.tokenizer = await asyncio.to_thread(checkpoint.tokenizer)
             self._guides = Guides(self.tokenizer, self.model.vocab_size)
         except BaseException:

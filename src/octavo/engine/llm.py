@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from octavo import kv_costs
 from octavo.cache.manager import CacheManager
 from octavo.cache.tiers import Costs
 from octavo.config import EngineConfig, ModelConfig
@@ -144,6 +145,7 @@ class Engine(NamedTuple):
     format: KVFormat
     max_model_len: int
     store: KVStore
+    ops: Ops
 
 
 def assemble(checkpoint: Checkpoint, config: EngineConfig, *, audit: bool = False) -> Engine:
@@ -185,7 +187,7 @@ def assemble(checkpoint: Checkpoint, config: EngineConfig, *, audit: bool = Fals
         config, cache, max_model_len=max_model_len, vocab_size=model.vocab_size, eos_token_ids=eos_token_ids
     )
     core = EngineCore(scheduler, runner, audit=audit)
-    return Engine(core, decoder, tokenizer, sampler, guides, config, model, kv_format, max_model_len, store)
+    return Engine(core, decoder, tokenizer, sampler, guides, config, model, kv_format, max_model_len, store, ops)
 
 
 def _costs(config: EngineConfig, runner: ModelRunner, store: KVStore, longest: int) -> Costs:
@@ -260,8 +262,9 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
-        config = engine_config(options)
-        self._start(assemble(open_checkpoint(resolve(str(model))), config))
+        config, checkpoint = engine_config(options), open_checkpoint(resolve(str(model)))
+        kv_costs.check(config, checkpoint.config)
+        self._start(assemble(checkpoint, config))
 
     @classmethod
     def from_engine(cls, engine: Engine) -> Self:

@@ -34,6 +34,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from octavo import kv_costs
 from octavo.cache.explain import Explainer
 from octavo.cache.manager import CacheStats, TierPages
 from octavo.cache.tiers import TierStats
@@ -596,7 +597,11 @@ def main(fd: int) -> int:
         assert isinstance(launch, Launch)
         logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[_Forward(channel)])
         try:
-            engine = assemble(open_checkpoint(Path(launch.path)), launch.config)
+            checkpoint = open_checkpoint(Path(launch.path))
+            kv_costs.check(launch.config, checkpoint.config)
+            if cost := kv_costs.told(launch.config, checkpoint.config):
+                _log.info(cost)
+            engine = assemble(checkpoint, launch.config)
         except (ConfigError, ModelError) as error:
             channel.send(Failed(*_told(error)))
             channel.drain()

@@ -1,4 +1,4 @@
-"""Plans as tables for a terminal, and as what JSON can say. It never computes."""
+"""Plans and advice as tables for a terminal, and as what JSON can say. It never computes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from octavo.planner.advisor import Advice, Recommendation, command
 from octavo.planner.known import Shape
 from octavo.planner.memory import Plan, Room
 
@@ -44,6 +45,50 @@ def lines(name: str, shape: Shape, plans: Sequence[Plan]) -> Iterator[str | Tabl
         yield _rooms(plan.rooms)
         if not plan.num_pages:
             yield "Weights and activations leave no room."
+
+
+def advice_document(model: str, advice: Advice) -> dict[str, Any]:
+    """All of it; `command` are the words of a shell."""
+    rest = {name: getattr(advice, name) for name in ("workload", "goal", "gain", "paging_gain", "pays", "num_trials")}
+    return {
+        "model": model,
+        **rest,
+        "paging": list(advice.paging),
+        "recommendations": [one._asdict() for one in advice.recommendations],
+        "predicted": advice.result._asdict(),
+        "as_asked": advice.before._asdict(),
+        "plan": asdict(advice.plan),
+        "room": asdict(advice.room) if advice.room is not None else None,
+        "command": command(model, advice.config),
+    }
+
+
+def advice_lines(model: str, advice: Advice) -> Iterator[str | Table]:
+    """What is recommended, with reasons, and the command that serves so."""
+    plan, result = advice.plan, advice.result
+    if advice.room is not None:
+        lengths = f"{advice.room.prompt_tokens:,.0f} tokens in and {advice.room.output_tokens:,.0f} out on average"
+        yield f"{advice.workload}: {lengths}; goal: {advice.goal}; {advice.num_trials} trials"
+    yield f"{_device(plan)}: {plan.pool_bytes:,} bytes for pages, {plan.pool_tokens:,} tokens in {plan.kv_dtype}"
+    yield ""
+    table = Table(box=None, padding=(0, 0, 0, 1), pad_edge=False)
+    for title in ("option", "advice", "instead of", "gain", "why"):
+        table.add_column(title, justify="right" if title == "gain" else "left")
+    for one in advice.recommendations:
+        table.add_row("--" + one.option.replace("_", "-"), *_choice(one), one.reason)
+    yield table
+    yield ""
+    rates = f"{result.output_tokens_per_s:,.1f} tokens/s out, requests of {result.request_s:,.2f} s"
+    yield f"predicted    {rates} (99th percentile {result.request_p99_s:,.2f} s), {result.running:,.1f} at once"
+    yield f"gain         {advice.gain:.2f} × over the options as they were given"
+    yield from advice.paging
+    yield ""
+    yield " ".join(command(model, advice.config))
+
+
+def _choice(one: Recommendation) -> tuple[str, str, str]:
+    told = [str(value).lower() if isinstance(value, bool) else f"{value}" for value in (one.value, one.other)]
+    return told[0], told[1], f"{one.gain:.2f} ×" if one.gain is not None else "–"
 
 
 def _memory(plans: Sequence[Plan]) -> Table:

@@ -101,9 +101,11 @@ class Scheduler:
 
     @property
     def slots(self) -> tuple[int, int]:
-        """Token slots in the pages of running sequences: those that hold a token, and those that hold none (yet)."""
+        """Token slots in the pages of running sequences that are not set aside: those that hold a token, and those that
+        hold none (yet).
+        """
         filled = unused = 0
-        for sequences in (self._running, self._aside, self._parked, self._loading):
+        for sequences in (self._running, self._parked, self._loading):
             for sequence in sequences.values():
                 if sequence.table is not None:
                     filled += sequence.num_computed

@@ -104,9 +104,13 @@ class Measured:
         """The same with pages of another size. Raises ConfigError for another dtype, whose steps take other times."""
         if dtype not in ("auto", self.format.dtype):
             raise ConfigError("kv_cache_dtype", f"{dtype} was not timed: this calibration is of {self.format.dtype}")
-        share = block_size / self.format.block_size
+        return self.holding(replace(self.format, block_size=block_size))
+
+    def holding(self, format: KVFormat) -> Measured:
+        """The same with other pages: moves take as long as their bytes say, steps as they were timed."""
+        share = format.page_bytes / self.format.page_bytes
         loads = {tier: seconds * share for tier, seconds in self.load_s.items()}
-        return replace(self, format=replace(self.format, block_size=block_size), load_s=loads)
+        return replace(self, format=format, load_s=loads)
 
     def step_s(self, load: Load) -> float:
         rows, draws, seen, pairs, stored = load
@@ -174,6 +178,14 @@ GPUS = {
 """From the makers' data sheets: the SXM boards of A100, H100, H200 and B200 (NVLink 3, 4 and 5), L40S, L4, A10G as AWS
 has it, MI300X. Half of the bidirectional rates of NVLink and PCIe; dense rates where sheets give sparse ones."""
 
+
+def processor(num_cores: int, memory_bytes: int) -> Gpu:
+    """So many cores of a processor, as a GPU. As the probe of docs/performance.md has it of two with AVX2; other ones
+    differ by much, so that this is good for comparing settings only.
+    """
+    return Gpu(memory_bytes, num_cores * 18e9, num_cores * 150e9, 1e12, 10e9)
+
+
 READ_SHARE, OPERATION_SHARE, LINK_SHARE = 0.8, 0.6, 0.7
 """Of a data sheet's rates, what good kernels are seen to reach."""
 STEP_S, COLLECTIVE_S = 2e-3, 10e-6
@@ -185,18 +197,23 @@ MEMORY_SHARE, DISK_RATE = 0.9, 3e9
 class Sheet:
     """A model in bf16 on `count` GPUs, each layer split over all: a step takes the larger of the times to read and to
     multiply what it must, and the time to add the layers' halves up, twice a layer.
+
+    Weights of `weight_bytes` in all are read as such, and multiplied like others.
     """
 
-    def __init__(self, model: ModelConfig, gpu: Gpu, count: int, dtype: str, block_size: int) -> None:
+    def __init__(
+        self, model: ModelConfig, gpu: Gpu, count: int, dtype: str, block_size: int, *, weight_bytes: int | None = None
+    ) -> None:
         self.format = KVFormat(dtype, model.num_layers, model.num_kv_heads, model.head_dim, block_size)
         q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         layer = model.hidden_size * (2 * q + 2 * kv + 3 * model.intermediate_size)
         head = model.hidden_size * model.vocab_size
         layers = model.num_layers * layer
-        self.weight_bytes = 2 * (layers + head * (1 if model.tie_embeddings else 2))
+        whole = 2 * (layers + head * (1 if model.tie_embeddings else 2))
+        self.weight_bytes = weight_bytes or whole
         self.memory_bytes = int(count * gpu.memory_bytes * MEMORY_SHARE)
         read, multiply = count * gpu.read_rate * READ_SHARE, count * gpu.operation_rate * OPERATION_SHARE
-        self._weights_s = 2 * (layers + head) / read
+        self._weights_s = 2 * (layers + head) / read * self.weight_bytes / whole
         self._token_s = self.format.token_bytes / read
         self._row_s, self._draw_s = 2 * layers / multiply, 2 * head / multiply
         self._pair_s = 4 * model.num_layers * q / multiply

@@ -112,9 +112,10 @@ def _answer(piece: Slice) -> SliceResult:
 
 
 def engine(config: EngineConfig, cost: Cost, *, audit: bool = False) -> EngineCore:
-    """What `config` makes of a deployment with these costs. Raises ConfigError.
+    """What `config` makes of a deployment with these costs, whose pages are its. Raises ConfigError.
 
-    Unless `kv_cache_memory_bytes` says otherwise, pages get the memory that the weights leave.
+    Unless `kv_cache_memory_bytes` says otherwise, pages get the memory that the weights leave. A contiguous `config` is
+    one that `EngineConfig.for_model` gave.
     """
     page_bytes = cost.format.page_bytes
     budget = config.kv_cache_memory_bytes
@@ -138,7 +139,7 @@ def engine(config: EngineConfig, cost: Cost, *, audit: bool = False) -> EngineCo
         max_pinned_fraction=config.max_pinned_fraction,
         kv_quota=config.kv_quota,
     )
-    longest = num_pages * config.block_size + 1
+    longest = config.block_size if config.kv_layout == "contiguous" else num_pages * config.block_size + 1
     scheduler = Scheduler(config, cache, max_model_len=config.max_model_len or longest, vocab_size=VOCAB_SIZE)
     return EngineCore(scheduler, PricedExecutor(cost), audit=audit)
 
@@ -210,10 +211,9 @@ class Timeline:
         self._distance = 0.01
 
     def take(self, core: EngineCore, now: float, stride: Stride | None) -> Sample:
-        scheduler, size = core.scheduler, core.cache.block_size
+        scheduler = core.scheduler
         pool, host, disk = core.cache.tier_pages().values()
-        empty = stride.slots_empty if stride is not None else 0
-        empty += sum(len(at.table.pages) * size - at.num_computed for at in scheduler.running if at.table is not None)
+        empty = scheduler.slots[1] + (stride.slots_empty if stride is not None else 0)
         waiting = scheduler.num_waiting
         sample = Sample(
             now, scheduler.num_running, waiting, pool.referenced, pool.cached, empty,

@@ -91,9 +91,15 @@ def kind_of(first: str) -> str:
 
 def paced(arrivals: Iterable[Arrival], rate: float, seed: int) -> Iterator[Arrival]:
     """The same requests as independent people send them: `rate` a second on average; 0 is all at once."""
+    for arrival, at in zip(arrivals, times_at(rate, seed), strict=False):
+        yield arrival._replace(at=at)
+
+
+def times_at(rate: float, seed: int) -> Iterator[float]:
+    """The times of a Poisson process, the first at 0; all 0 for a rate of 0."""
     chance, now = random.Random(seed), 0.0
-    for arrival in arrivals:
-        yield arrival._replace(at=now)
+    while True:
+        yield now
         now += chance.expovariate(rate) if rate else 0.0
 
 

@@ -62,7 +62,7 @@ export class Timeline {
     $("plots").replaceChildren();
     const cursor = { sync: { key: "octavo", setSeries: false }, drag: { x: false, y: false }, points: { size: 6 } };
     const axis = { stroke: css("--muted"), grid: { stroke: css("--line"), width: 1 }, ticks: { show: false }, font: "11px Inter, system-ui, sans-serif", size: AXIS };
-    const time = { ...axis, size: 28, values: (_, ticks) => ticks.map((tick) => clock(tick, this.#seconds())), space: 90 };
+    const time = { ...axis, size: 28, values: (_, ticks) => this.#times(ticks), space: 90 };
     const common = { legend: { show: false }, cursor, padding: [0, 8, 0, 0] };
     const key = { hooks: { setCursor: [(plot) => this.#key(plot.cursor.idx)] } };
     const seen = () => this.pool.tier(this.tier)?.size ?? 1;
@@ -130,9 +130,10 @@ export class Timeline {
     this.#key(this.memory.cursor.idx);
   }
 
-  #seconds() {
-    const [start, end] = this.#range();
-    return end - start < 240;
+  /** Times of day, but none where the edge would cut it. */
+  #times(ticks) {
+    const [start, end] = this.#range(), long = end - start;
+    return ticks.map((tick) => (tick > end - 0.06 * long ? "" : clock(tick, long < 240)));
   }
 
   // ── marks ──
