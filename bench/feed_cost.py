@@ -197,14 +197,14 @@ async def update(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--rounds", type=int, default=8, help="0: the control plane only")
+    parser.add_argument("--rounds", type=int, default=8, help="of throughput; 0: the control plane only")
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--pages", type=int, default=100_000)
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--steps", type=int, default=4, help="between two updates")
     args = parser.parse_args()
     on = machine()
-    results: dict[str, Any] = {"update": asyncio.run(update(args))}
+    results: dict[str, Any] = {"update": asyncio.run(update(args))} if args.updates else {}
     if args.rounds:
         log = Path(tempfile.mkstemp(prefix="octavo-server-", suffix=".log")[1])
         with Server(str(resolve(args.model)), f"--kv-cache-memory-bytes={KV_BYTES}", log=log) as server:

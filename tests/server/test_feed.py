@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
+from tests.heart.test_fuzz import TENANTS, Life
 from tests.models import tiny
 from tests.server.serving import Served, serving, until
 from tests.server.test_life import children
 from tests.server.test_sessions import POOL, TIERS, do, key, refusal, say, tokens
 from tests.server.watcher import MAP, REFERENCED, STATES, Watcher, look, watching
 
-from octavo.server.feed import MAX_STREAMS
+from octavo.config import EngineConfig
+from octavo.engine.core import EngineCore
+from octavo.engine.process import EngineStats, TierNews
+from octavo.engine.watching import Mapped, Observing
+from octavo.server import app
+from octavo.server.feed import MAX_STREAMS, Feed
+from octavo.server.keys import Caller
+from octavo.server.recent import Recent
 
 TREE = "/v1/cache/tree"
 
@@ -62,6 +73,125 @@ def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
                 path = f"/v1/sessions/{session['id']}/release"
                 assert server.http.post(path, headers=key(by), params=whose).status_code == 200
             server.settle()
+
+
+# ── what a client misses ──
+
+
+class Told:
+    """An engine's outputs end here, and what it tells goes to a feed."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self.observing = Observing(core, self.take)
+        self.on_map: Callable[[Any], None]
+        self.healthy, self.num_open = True, 0
+        self.limits, self.config = core.scheduler.limits, EngineConfig()
+
+    def take(self, message: Any) -> None:
+        self.on_map(msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Mapped))
+
+    def watch(self, on: bool) -> None:
+        self.observing.turn(on)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(tiers=TierNews(self.core.cache.tier_pages()))
+
+    def stream(self, request_id: str) -> None:
+        return None
+
+    def num_open_of(self, tenant: str) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("number", [2, 5])
+def test_whatever_a_client_misses_it_catches_up(number: int) -> None:
+    """Clients of two tenants and an administrator's ask at random moments, and know then what all news would tell."""
+
+    async def life() -> None:
+        played = Life(number)
+        told = Told(played.engine)
+        feed = Feed(told, "m", Recent(), Recent())  # type: ignore[arg-type]
+        feed._enter()
+        callers = {name: Caller(name, admin=name == "boss") for name in (*TENANTS, "boss")}
+        at = dict.fromkeys(callers, -1)
+        events: dict[str, list[tuple[str, Any]]] = {name: [] for name in callers}
+        watchers: dict[str, Watcher] = {}
+        for now in range(300):
+            if len(played.live) < 8:
+                played.add()
+            played.step()
+            for act in (Life.govern, Life.abort, Life.drop_cached):
+                if played.rng.random() < 0.05:
+                    act(played)
+            told.observing.tell(float(now))
+            if not feed._complete:
+                continue
+            name = played.rng.choice([*callers, *["boss"] * 30])
+            kind, body = "delta", b""
+            if feed._behind(at[name]):
+                kind, body = "snapshot", feed._snapshot(callers[name])
+            elif at[name] != feed._at:
+                body = feed._delta(callers[name], at[name])
+            if body:
+                at[name] = feed._at
+                events[name].append((kind, msgspec.json.decode(body)))
+                if name not in watchers:
+                    watchers[name] = Watcher(iter_of(events[name]))
+                else:
+                    watchers[name].next()
+                check(name, watchers[name], feed)
+        assert all("delta" in watcher.names for watcher in watchers.values())
+        assert any("snapshot" in watcher.names[1:] for watcher in watchers.values())
+
+    def check(name: str, watcher: Watcher, feed: Feed) -> None:
+        fresh = msgspec.json.decode(feed._snapshot(Caller(name, admin=name == "boss")))
+        for tier in fresh["tiers"]:
+            assert [(s, h) for _, count, s, h in tier["runs"] for _ in range(count)] == watcher.pages[tier["name"]]
+        if name != "boss":
+            assert all(holder["tenant"] == name for holder in watcher.holders.values())
+
+    asyncio.run(life())
+
+
+def iter_of(events: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The events of a list that grows."""
+    number = 0
+    while True:
+        yield events[number]
+        number += 1
+
+
+def test_one_who_takes_nothing_for_long_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "STALLED_S", 0.01)
+    closed: list[bool] = []
+
+    async def events() -> AsyncIterator[bytes]:
+        while True:
+            yield b": keep-alive"
+
+    async def forever(*message: Any) -> Any:
+        if not message or message[0]["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    feed = SimpleNamespace(close=lambda: closed.append(True))
+    asyncio.run(asyncio.wait_for(app._Stream(feed, events())({}, forever, forever), 5))  # type: ignore[arg-type]
+    assert closed == [True]
+
+
+def test_percentiles_are_those_of_the_last_seconds() -> None:
+    recent = Recent()
+    assert recent.percentiles(0.0) is None
+    for number in range(1, 101):
+        recent.observe(number / 1000, 100 + number / 50)
+    p50, p99, n = recent.percentiles(102.0) or (0, 0, 0)
+    assert n == 100
+    assert p50 == pytest.approx(0.05, rel=0.06)
+    assert p99 == pytest.approx(0.099, rel=0.06)
+    recent.observe(1e9, 105.0)
+    assert (recent.percentiles(105.0) or (0, 0, 0))[2] == 101
+    assert (recent.percentiles(113.5) or (0, 0, 0))[2] == 1
+    assert recent.percentiles(130.0) is None
 
 
 # ── that it is right ──
@@ -286,6 +416,7 @@ def test_the_tree_opens_what_is_shared(keyed: Served) -> None:
         say(keyed, f"t{number}", [*system, *more, *tokens(17, 30 + number)], "alpha")
     say(keyed, "t3", [*system, *tokens(40, 40)], "alpha")
     say(keyed, "other", tokens(64, 50), "alpha")
+    until(lambda: len(look(keyed, TREE, "alpha")["nodes"]) == 2)  # it may have been found out a moment ago
     tree = look(keyed, TREE, "alpha")
     top, below = tree["nodes"]
     told = ("parent", "start", "num_tokens", "pages", "sessions", "requests", "branches", "saved_pages")

@@ -92,6 +92,11 @@ class Watcher:
             states = self.states(name)
             assert states == pages["states"]
             assert sum(states.values()) == pages["total"] == len(self.pages[name])
+            in_use = states["active"] + states["pinned"] + states["moving"] + states["shared"] - pages["idle_shared"]
+            idle = states["idle"] + states["cached"] + pages["idle_shared"]
+            assert (states["free"], in_use, idle) == (pages["free"], pages["referenced"], pages["cached"])
+        if len(self.latest["requests"]) < 200:
+            assert self.latest["num_requests"] >= len(self.latest["requests"])
 
 
 def events_of(reply: httpx.Response) -> Iterator[tuple[str, Any]]:

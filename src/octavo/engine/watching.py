@@ -16,6 +16,7 @@ import msgspec
 
 from octavo.cache import look, watch
 from octavo.cache.look import PageInfo, Tree
+from octavo.cache.manager import TierPages
 from octavo.cache.watch import Holder
 from octavo.engine.core import EngineCore
 from octavo.types import Place, RequestInfo, Tier
@@ -26,6 +27,8 @@ IDLE_S = 1.0
 MAX_PAGES = 4096
 """Looked at for one message, so that no step waits for long; the rest comes before the next step."""
 MAX_REQUESTS = 200
+FOREST_S = 1.0
+"""For so long it is not found out again what is shared."""
 
 
 class Watch(msgspec.Struct, array_like=True, tag=True):
@@ -37,6 +40,7 @@ class Watch(msgspec.Struct, array_like=True, tag=True):
 class Mapped(msgspec.Struct, array_like=True, tag=True):
     """What changed up to this step: octavo.cache.watch.News, its runs as C unsigned ints, and the requests there are.
 
+    `pages` and `num_pinned` are the audit's counts of the tiers then; `requests` are some of `num_requests`.
     `first` says that every page is free but for what this and the next messages say. `time` is CLOCK_MONOTONIC.
     """
 
@@ -49,7 +53,10 @@ class Mapped(msgspec.Struct, array_like=True, tag=True):
     holders: list[Holder]
     gone: list[int]
     num_saved: int
+    pages: list[TierPages]
+    num_pinned: list[int]
     requests: list[RequestInfo]
+    num_requests: int
 
 
 class LookAtPage(msgspec.Struct, array_like=True, tag=True):
@@ -90,27 +97,23 @@ class Observing:
         self._watch: watch.Watch | None = None
         self._due_at = 0.0
         self._first = self._behind = False
-        self._trees: dict[tuple[str | None, int], Tree] = {}  # a second old at most
-        self._trees_at = 0.0
+        self._forest: look.Forest | None = None  # of `_forest_at`, for a second
+        self._forest_at = 0.0
 
     @property
     def due_at(self) -> float | None:
         """When `tell` has something to do though the engine has not; None is never."""
         if self._watch is None:
-            return None
+            return None if self._forest is None else self._forest_at + FOREST_S
         return self._due_at if self._behind or self._watch.num_changed else self._due_at + IDLE_S
 
     def answer(self, command: LookAtPage | LookAtTree, now: float) -> Page | Branches:
-        """What is asked. A tree takes as long as all pages, and is made once a second."""
+        """What is asked. What is shared is found out once a second."""
         if isinstance(command, LookAtPage):
             return Page(command.number, self._core.look_at(Place(command.tier, command.page)))
-        if now > self._trees_at + 1:
-            self._trees.clear()
-            self._trees_at = now
-        key = command.tenant, command.limit
-        if key not in self._trees:
-            self._trees[key] = look.tree(self._core.cache, *key)
-        return Branches(command.number, self._trees[key])
+        if self._forest is None:
+            self._forest, self._forest_at = look.Forest(self._core.cache), now
+        return Branches(command.number, self._forest.tree(command.tenant, command.limit))
 
     def turn(self, on: bool) -> None:
         """Begin to watch, from the beginning, or end."""
@@ -124,6 +127,8 @@ class Observing:
 
     def tell(self, now: float) -> None:
         """Send what changed, if it is time."""
+        if now >= self._forest_at + FOREST_S:
+            self._forest = None
         if self._watch is None or now < self._due_at:
             return
         news, core = self._watch.news(MAX_PAGES), self._core
@@ -139,7 +144,10 @@ class Observing:
                 news.holders,
                 news.gone,
                 news.num_saved,
+                list(core.cache.tier_pages().values()),
+                list(core.cache.sessions.num_pinned),
                 core.scheduler.infos(MAX_REQUESTS),
+                core.scheduler.num_requests,
             )
         )
         self._first = False

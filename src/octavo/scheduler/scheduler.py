@@ -113,6 +113,11 @@ class Scheduler:
         return filled, unused
 
     @property
+    def num_requests(self) -> int:
+        """Those that have not ended."""
+        return len(self._groups)
+
+    @property
     def max_running(self) -> int:
         return self._max_running
 

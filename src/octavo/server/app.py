@@ -654,7 +654,7 @@ class _Stream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with suppress(Disconnected):
+            with suppress(Disconnected, TimeoutError):
                 await _unless_gone(self._write(send), receive)
         finally:
             self._feed.close()

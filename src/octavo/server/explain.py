@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
@@ -244,7 +245,7 @@ def _resumed(story: _Story, output: Output, now: float) -> None:
         story.stream.on_output = None
 
 
-def _seen(missed: list[Missed] | Any, tenant: str, view: str | None) -> list[Missed]:
+def _seen(missed: Sequence[Missed], tenant: str, view: str | None) -> list[Missed]:
     """What a viewer may know: that another tenant has the same prompt is to it as if nobody had."""
     for number, at in enumerate(missed):
         if at.reason == "other_identity" and view is not None and at.tenant != tenant:

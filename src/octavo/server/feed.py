@@ -30,6 +30,7 @@ from octavo.server.recent import Percentiles, Recent
 from octavo.types import Tier
 
 if TYPE_CHECKING:
+    from octavo.cache.manager import TierPages
     from octavo.engine.process import EngineStats
     from octavo.engine.watching import Mapped
 
@@ -50,7 +51,7 @@ START_S = 10.0
 Runs = list[tuple[int, int, int, int]]
 
 
-class TierRuns(Struct):
+class MapRuns(Struct):
     """Pages of a tier: runs of (first page, how many, number of the state, holder)."""
 
     name: str
@@ -58,7 +59,7 @@ class TierRuns(Struct):
     num_pages: int | UnsetType = UNSET
 
 
-class HolderShape(Struct):
+class MapHolder(Struct):
     """Whose pages are: a session's, a request's, of a tenant's that nobody uses, or of several sessions'."""
 
     id: int
@@ -73,7 +74,7 @@ class HolderShape(Struct):
     hit_tokens: int
 
 
-class TierStates(Struct):
+class MapTier(Struct):
     """A tier's pages: as the audit counts them, and by state. `idle_shared` of those shared nobody uses now."""
 
     total: int
@@ -85,7 +86,7 @@ class TierStates(Struct):
     idle_shared: int
 
 
-class Totals(Struct):
+class MapTotals(Struct):
     """Counts since the start: of pages, moves, preemptions, tokens."""
 
     evicted: int
@@ -104,7 +105,7 @@ class Totals(Struct):
     hit_tokens: int
 
 
-class Latency(Struct):
+class MapLatency(Struct):
     """Of the last ten seconds, within 5 %."""
 
     p50: float
@@ -112,19 +113,19 @@ class Latency(Struct):
     n: int
 
 
-class FeedStats(Struct):
+class MapStats(Struct):
     """Figures that go with every change."""
 
-    tiers: dict[str, TierStates]
+    tiers: dict[str, MapTier]
     running: int
     waiting: int
-    totals: Totals
+    totals: MapTotals
     saved_by_sharing_pages: int
-    ttft_s: Latency | None
-    itl_s: Latency | None
+    ttft_s: MapLatency | None
+    itl_s: MapLatency | None
 
 
-class RequestShape(Struct):
+class MapRequest(Struct):
     """A request that has not ended."""
 
     id: str
@@ -141,7 +142,7 @@ class RequestShape(Struct):
     preemptions: int
 
 
-class Sample(Struct):
+class MapSample(Struct):
     """One second of the history: pages by state on each tier, what happened in it, latencies (medians) up to it."""
 
     time: float
@@ -158,7 +159,7 @@ class Sample(Struct):
     waiting: int
 
 
-class Snapshot(Struct, kw_only=True):
+class MapSnapshot(Struct, kw_only=True):
     """Everything at one moment."""
 
     version: int = 1
@@ -171,24 +172,24 @@ class Snapshot(Struct, kw_only=True):
     show_text: bool
     admin: bool
     states: list[str]
-    tiers: list[TierRuns]
-    holders: list[HolderShape]
-    stats: FeedStats
-    requests: list[RequestShape]
+    tiers: list[MapRuns]
+    holders: list[MapHolder]
+    stats: MapStats
+    requests: list[MapRequest]
     num_requests: int
-    history: list[Sample]
+    history: list[MapSample]
 
 
-class Delta(Struct, kw_only=True):
+class MapDelta(Struct, kw_only=True):
     """What changed since the last one."""
 
     seq: int
     time: float
-    tiers: list[TierRuns]
-    holders: list[HolderShape]
+    tiers: list[MapRuns]
+    holders: list[MapHolder]
     gone: list[int]
-    stats: FeedStats
-    requests: list[RequestShape] | UnsetType = UNSET
+    stats: MapStats
+    requests: list[MapRequest] | UnsetType = UNSET
     num_requests: int
 
 
@@ -214,7 +215,7 @@ class Feed:
     ) -> None:
         self._llm, self._model, self._show_text = llm, model, show_text
         self._first_token_s, self._token_s = first_token_s, token_s
-        self._history: deque[Sample] = deque(maxlen=SAMPLES)
+        self._history: deque[MapSample] = deque(maxlen=SAMPLES)
         self._sampling: asyncio.Task[None] | None = None
         self._ending = asyncio.Event()
         self._num_watchers = self.num_streams = 0
@@ -227,7 +228,7 @@ class Feed:
         self._begun_at = 0  # whoever is not beyond this one needs a snapshot
         self._news = asyncio.Event()  # replaced at each change
         self._bodies: dict[tuple[str | None, int], bytes] = {}  # of the latest change, by view and place
-        self._last_stats: FeedStats | None = None
+        self._last_stats: MapStats | None = None
         llm.on_map = self._take
 
     def start(self) -> None:
@@ -377,12 +378,13 @@ class Feed:
         if body is None:
             assert self._latest is not None
             tiers = [
-                TierRuns(name, list(self._shown(_whole(cells), view)), len(cells))
+                MapRuns(name, list(self._shown(_whole(cells), view)), len(cells))
                 for name, cells in zip(NAMES, self._cells, strict=True)
                 if cells
             ]
             now = time.monotonic()
-            snapshot = Snapshot(
+            requests = self._requests(view, now)
+            snapshot = MapSnapshot(
                 seq=self._latest.step,
                 time=time.time(),
                 model=self._model,
@@ -395,8 +397,8 @@ class Feed:
                 tiers=tiers,
                 holders=[self._holder(at, now) for at in self._holders.values() if _sees(view, at)],
                 stats=self._stats(),
-                requests=self._requests(view, now),
-                num_requests=self._num_requests(view),
+                requests=requests,
+                num_requests=self._num_requests(view, requests),
                 history=list(self._history),
             )
             body = self._bodies[view, -1] = encode(snapshot)
@@ -414,20 +416,22 @@ class Feed:
             tiers = []
             for tier, name in enumerate(NAMES):
                 if runs := list(self._shown(self._since(changes, tier), view)):
-                    tiers.append(TierRuns(name, runs))
+                    tiers.append(MapRuns(name, runs))
             holders = [self._holders[number] for number in told if number in self._holders]
             gone = [holder for change in changes for holder in change.gone if holder.id not in born]
-            delta = Delta(
+            requests = self._requests(view, now)
+            delta = MapDelta(
                 seq=self._latest.step,
                 time=time.time(),
                 tiers=tiers,
                 holders=[self._holder(holder, now) for holder in holders if _sees(view, holder)],
                 gone=[holder.id for holder in gone if _sees(view, holder)],
                 stats=self._stats(),
-                num_requests=self._num_requests(view),
+                num_requests=self._num_requests(view, requests),
             )
-            if any(change.requests for change in changes):
-                delta.requests = self._requests(view, now)
+            ended = any(self._llm.stream(info.request_id) is None for info in self._latest.requests)
+            if ended or any(change.requests for change in changes):
+                delta.requests = requests
             body = self._bodies[view, at] = encode(delta)
         return body
 
@@ -465,9 +469,9 @@ class Feed:
         if end > start:
             yield (start, end - start, *last)
 
-    def _holder(self, holder: Holder, now: float) -> HolderShape:
+    def _holder(self, holder: Holder, now: float) -> MapHolder:
         session = holder.kind == "session"
-        return HolderShape(
+        return MapHolder(
             holder.id,
             holder.kind,
             shown(holder.tenant),
@@ -480,14 +484,14 @@ class Feed:
             holder.hit_tokens,
         )
 
-    def _requests(self, view: str | None, now: float) -> list[RequestShape]:
+    def _requests(self, view: str | None, now: float) -> list[MapRequest]:
         shapes = []
         for info in self._latest.requests if self._latest is not None else ():
             stream = self._llm.stream(info.request_id)
             if stream is None or (view is not None and stream.request.tenant != view):
                 continue
             shapes.append(
-                RequestShape(
+                MapRequest(
                     info.request_id,
                     shown(stream.request.tenant),
                     stream.request.session_id,
@@ -504,15 +508,19 @@ class Feed:
             )
         return shapes
 
-    def _num_requests(self, view: str | None) -> int:
-        return self._llm.num_open if view is None else self._llm.num_open_of(view)
+    def _num_requests(self, view: str | None, listed: list[MapRequest]) -> int:
+        """How many there are: those listed, if that is all."""
+        assert self._latest is not None
+        if self._latest.num_requests == len(self._latest.requests):
+            return len(listed)
+        return self._latest.num_requests if view is None else self._llm.num_open_of(view)
 
-    def _stats(self) -> FeedStats:
+    def _stats(self) -> MapStats:
         if self._last_stats is None:
             assert self._latest is not None
             stats = self._llm.stats()
-            self._last_stats = FeedStats(
-                _tiers(stats, self._latest.counts),
+            self._last_stats = MapStats(
+                {name: tier for name, tier in zip(NAMES, _told(self._latest), strict=True) if tier.total},
                 stats.num_running,
                 stats.num_waiting,
                 _totals(stats),
@@ -534,10 +542,10 @@ class Feed:
             stats = self._llm.stats()
             totals = _totals(stats)
             first, token = self._first_token_s.percentiles(), self._token_s.percentiles()
-            counts = self._latest.counts if self._latest is not None and self._complete else None
-            pages = {name: tier.states for name, tier in _tiers(stats, counts).items()}
+            tiers = _told(self._latest) if self._latest is not None and self._complete else _known(stats)
+            pages = {name: tier.states for name, tier in zip(NAMES, tiers, strict=True) if tier.total}
             self._history.append(
-                Sample(
+                MapSample(
                     round(time.time(), 3),
                     pages.get("device", {}),
                     pages.get("host", {}),
@@ -553,6 +561,7 @@ class Feed:
                 )
             )
             before = totals
+            self._bodies.clear()  # so that no snapshot is older than this
             if self._num_watchers and self._complete:
                 last, self._last_stats = self._last_stats, None
                 if last != self._stats():
@@ -576,32 +585,33 @@ def _sees(view: str | None, holder: Holder) -> bool:
     return view is None or holder.tenant == view
 
 
-def _tiers(stats: EngineStats, counts: list[list[int]] | None) -> dict[str, TierStates]:
-    """The tiers there are. Without counts by state the states are made of what is always known: shared pages are then
-    counted as active, and idle ones that several sessions share as idle.
+def _known(stats: EngineStats) -> list[MapTier]:
+    """The tiers, as far as they are known while nobody watches: shared pages are counted as active, and idle ones that
+    several sessions share as idle.
     """
-    shapes = {}
+    tiers = []
     for tier, pages in stats.tiers.pages.items():
-        if not pages.total:
-            continue
-        pinned = stats.tiers.num_pinned[tier]
-        if counts is not None:
-            known = counts[tier]
-        else:
-            kept = stats.tiers.num_kept[tier]
-            known = [pages.free, pages.referenced - pinned, 0, pinned, kept, pages.cached - kept, 0, 0]
-        states = {name: known[number] for number, name in enumerate(STATES)}
-        states["shared"] += known[SHARED_IDLE]
-        shapes[tier.name.lower()] = TierStates(
-            pages.total, pages.referenced, pages.cached, pages.free, pinned, states, known[SHARED_IDLE]
-        )
-    return shapes
+        pinned, kept = stats.tiers.num_pinned[tier], stats.tiers.num_kept[tier]
+        counts = [pages.free, pages.referenced - pinned, 0, pinned, kept, pages.cached - kept, 0, 0]
+        tiers.append(_tier(pages, pinned, counts))
+    return tiers
 
 
-def _totals(stats: EngineStats) -> Totals:
+def _told(news: Mapped) -> list[MapTier]:
+    """The tiers as they were told."""
+    return [_tier(*at) for at in zip(news.pages, news.num_pinned, news.counts, strict=True)]
+
+
+def _tier(pages: TierPages, pinned: int, counts: list[int]) -> MapTier:
+    states = {name: counts[number] for number, name in enumerate(STATES)}
+    states["shared"] += counts[SHARED_IDLE]
+    return MapTier(*pages, pinned, states, counts[SHARED_IDLE])
+
+
+def _totals(stats: EngineStats) -> MapTotals:
     cache, steps, moves = stats.cache, stats.scheduler, stats.moves
     moved = moves.moved.items()
-    return Totals(
+    return MapTotals(
         cache.pages_evicted,
         moves.pages_dropped,
         cache.pages_copied,
@@ -619,15 +629,15 @@ def _totals(stats: EngineStats) -> Totals:
     )
 
 
-def _latency(times: Percentiles | None) -> Latency | None:
-    return None if times is None else Latency(*times)
+def _latency(times: Percentiles | None) -> MapLatency | None:
+    return None if times is None else MapLatency(*times)
 
 
 def rate(text: str | None) -> float:
     """What `hz` says. Raises APIError(400)."""
     if text is None:
         return MAX_HZ
-    if not re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,6})?", text) or not MIN_HZ <= float(text) <= MAX_HZ:
+    if not re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,20})?", text) or not MIN_HZ <= float(text) <= MAX_HZ:
         message = f"hz: must be a number from {MIN_HZ:g} to {MAX_HZ:g}"
         raise APIError(400, message, param="hz", code="invalid_value")
     return float(text)

@@ -21,7 +21,7 @@ LISTED, MAX_LISTED = 200, 1000
 TIERS = {tier.name.lower(): tier for tier in Tier}
 
 
-class PageShape(Struct):
+class CachePage(Struct):
     """The reply of /v1/cache/pages/{tier}/{page}: the tokens it holds, who uses it, and where else it lies."""
 
     tier: str
@@ -39,7 +39,7 @@ class PageShape(Struct):
     text: str | UnsetType = UNSET
 
 
-class TreeNode(Struct):
+class CacheBranch(Struct):
     """Pages in a row that two or more use. `branches` ways on from its end are not listed."""
 
     id: str
@@ -56,11 +56,11 @@ class TreeNode(Struct):
     text: str | UnsetType = UNSET
 
 
-class TreeShape(Struct):
+class CacheTree(Struct):
     """The reply of /v1/cache/tree: what is shared, depth first, where most is saved first."""
 
     time: float
-    nodes: list[TreeNode]
+    nodes: list[CacheBranch]
     num_left_out: int
     saved_pages: int
     saved_bytes: int
@@ -72,7 +72,7 @@ class Looks:
     def __init__(self, llm: AsyncLLM, *, show_text: bool) -> None:
         self._llm, self._show_text = llm, show_text
 
-    async def page(self, caller: Caller, tier_name: str, number: str) -> PageShape:
+    async def page(self, caller: Caller, tier_name: str, number: str) -> CachePage:
         """Raises APIError(404) for a page that there is not."""
         tier, pages = TIERS.get(tier_name), self._llm.stats().tiers.pages
         if tier is None or not pages[tier].total:
@@ -84,7 +84,7 @@ class Looks:
             raise APIError(404, f"the {tier_name} tier has pages 0 to {total - 1}", code="page_not_found")
         info = await self._llm.look_at(tier, int(number))
         state = STATES[SHARED if info.state == SHARED_IDLE else info.state]
-        shape = PageShape(
+        shape = CachePage(
             *(tier_name, int(number), state, info.refs, "", None, None, [], [], 0, False, []),
         )
         named = dict.fromkeys([*info.sessions, *info.requests])
@@ -108,7 +108,7 @@ class Looks:
             shape.text = self._text(info.tokens)
         return shape
 
-    async def tree(self, caller: Caller, limit: str | None) -> TreeShape:
+    async def tree(self, caller: Caller, limit: str | None) -> CacheTree:
         """What is shared of the caller's; of everybody's for an administrator. Raises APIError(400)."""
         if limit is not None and not (re.fullmatch("[0-9]{1,4}", limit) and 1 <= int(limit) <= MAX_LISTED):
             message = f"limit: must be a whole number from 1 to {MAX_LISTED}"
@@ -117,11 +117,11 @@ class Looks:
         tree = await self._llm.tree(whose, LISTED if limit is None else int(limit))
         nodes = [self._node(branch) for branch in tree.branches]
         page_bytes = self._llm.stats().page_bytes
-        return TreeShape(time.time(), nodes, tree.num_left_out, tree.num_saved, tree.num_saved * page_bytes)
+        return CacheTree(time.time(), nodes, tree.num_left_out, tree.num_saved, tree.num_saved * page_bytes)
 
-    def _node(self, branch: Branch) -> TreeNode:
+    def _node(self, branch: Branch) -> CacheBranch:
         tiers = {name: count for name, count in zip(TIERS, branch.tiers, strict=True) if count}
-        node = TreeNode(
+        node = CacheBranch(
             *(branch.id, branch.parent, branch.start, branch.num_tokens, branch.num_pages, tiers),
             *(branch.num_sessions, branch.num_requests, branch.num_branches, branch.num_saved, shown(branch.owner)),
         )

@@ -8,6 +8,11 @@ from typing import Any
 import msgspec
 
 from octavo import __version__
+from octavo.server.explain import Explanation
+from octavo.server.feed import MAX_HZ, MIN_HZ, MapDelta, MapSnapshot
+from octavo.server.look import LISTED as BRANCHES
+from octavo.server.look import MAX_LISTED as MAX_BRANCHES
+from octavo.server.look import TIERS, CachePage, CacheTree
 from octavo.server.protocol import (
     CacheSave,
     ChatChunk,
@@ -34,18 +39,18 @@ from octavo.server.sessions import HEADER, LISTED, MAX_LISTED
 SHAPES = (
     *(CompletionRequest, Completion, ChatRequest, ChatCompletion, ChatChunk, ModelList, ModelCard, TokenizeRequest),
     *(TokenizeReply, DetokenizeRequest, DetokenizeReply, VersionReply, HealthReply, ErrorReply),
-    *(Session, SessionList, PinRequest, CacheSave),
+    *(Session, SessionList, PinRequest, CacheSave, MapSnapshot, MapDelta, CachePage, CacheTree, Explanation),
 )
 ERRORS = {
     400: "The request is wrong; `param` names the field.",
     401: "The API key is missing or unknown.",
     403: "Only the admin key may do this.",
-    404: "There is no such model, or no such session.",
+    404: "There is no such model, session, page or request.",
     408: "The body came too slowly.",
     409: "Pins may hold no more of the pool; or several tenants have a session of this name.",
     413: "The body is too large.",
     415: "The body is not JSON.",
-    429: "Too many requests are queued; Retry-After says when to come back.",
+    429: "Too many requests are queued, or too many clients watch; Retry-After says when to come back.",
     503: "The server is shutting down, or its engine is.",
 }
 BODY_ERRORS = (400, 401, 404, 408, 413, 415)
@@ -57,6 +62,8 @@ def _parameter(name: str, place: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 SESSION = _parameter(HEADER, "header", msgspec.json.schema(SessionId))
 TENANT = _parameter("tenant", "query", {"type": "string", "description": "For the admin key: whose sessions."})
+HZ = _parameter("hz", "query", {"type": "number", "minimum": MIN_HZ, "maximum": MAX_HZ, "default": MAX_HZ})
+TREE_LIMIT = {"type": "integer", "minimum": 1, "maximum": MAX_BRANCHES, "default": BRANCHES}
 LIMIT = _parameter("limit", "query", {"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": LISTED})
 
 
@@ -105,6 +112,32 @@ def document(models: Sequence[str]) -> dict[str, Any]:
             "post": _operation("Have its pages leave the pool", Session, touching) | {"parameters": named}
         },
         "/v1/cache/save": {"post": _operation("Write what is cached to disk", CacheSave, (400, 401, 403, 503))},
+        "/v1/cache/map": {
+            "get": _operation(
+                "The map of all pages, or a stream of MapSnapshot and MapDelta",
+                MapSnapshot,
+                (400, 401, 429, 503),
+                more=text,
+            )
+            | {"parameters": [HZ]}
+        },
+        "/v1/cache/pages/{tier}/{page}": {
+            "get": _operation("What is in a page", CachePage, (401, 404, 503))
+            | {
+                "parameters": [
+                    _parameter("tier", "path", {"enum": list(TIERS)}),
+                    _parameter("page", "path", {"type": "integer", "minimum": 0}),
+                ]
+            }
+        },
+        "/v1/cache/tree": {
+            "get": _operation("What is shared", CacheTree, (400, 401, 503))
+            | {"parameters": [_parameter("limit", "query", TREE_LIMIT)]}
+        },
+        "/v1/requests/{id}/explain": {
+            "get": _operation("Why a request found no more of its prompt", Explanation, (401, 404, 503))
+            | {"parameters": [_parameter("id", "path", {"type": "string", "pattern": "^[A-Za-z0-9-]{1,100}$"})]}
+        },
         "/tokenize": {"post": _operation("Tokens of a text", TokenizeReply, BODY_ERRORS, TokenizeRequest)},
         "/detokenize": {"post": _operation("Text of tokens", DetokenizeReply, BODY_ERRORS, DetokenizeRequest)},
         "/health": {"get": _operation("Whether requests are taken", HealthReply, (503,))},
