@@ -41,7 +41,7 @@ export function quick(s) {
 /** A name that a client chose: what cannot be seen or turns the text around becomes visible, and it is cut. */
 export function name(text, most = 64) {
   const seen = String(text).slice(0, 4 * most + 8)
-    .replace(/[\p{Cc}\p{Cf}\p{Co}\p{Cn}\p{Cs}\u2028\u2029\u115f\u1160\u3164\uffa0]/gu, "\ufffd")
+    .replace(/(?![\u200c\u200d])[\p{Cc}\p{Cf}\p{Co}\p{Cn}\p{Cs}\u2028\u2029\u115f\u1160\u3164\uffa0]/gu, "\ufffd")
     .replace(/(\p{M}{4})\p{M}+/gu, "$1");
   const points = Array.from(seen);
   return points.length > most ? `${points.slice(0, most - 1).join("")}…` : points.join("");
