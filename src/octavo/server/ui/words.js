@@ -34,7 +34,7 @@ export function span(s) {
 /** How quick something was: 850 µs, 21 ms, 1.24 s. */
 export function quick(s) {
   if (s < 0.001) return `${Math.round(s * 1e6)} µs`;
-  if (s < 1) return `${s < 0.00995 ? (s * 1e3).toFixed(1) : Math.round(s * 1e3)} ms`;
+  if (s < 0.9995) return `${s < 0.00995 ? (s * 1e3).toFixed(1) : Math.round(s * 1e3)} ms`;
   return s < 100 ? `${s.toFixed(s < 10 ? 2 : 1)} s` : span(s);
 }
 
