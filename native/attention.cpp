@@ -85,6 +85,7 @@ struct Memory {
   float *k, *v;                       // a run in float32: [GROUPS][dim][GROUP], [dim / LANES][RUN][LANES]
   uint8_t *gathered_k, *gathered_v;   // a run of small pages, in the order of pages of 16
   uint16_t *k_scales, *v_scales;      // [RUN] of one
+  float *k_factors, *v_factors;       // [RUN]: the scales of the run at hand
   Seen* seen;                         // [max_rows]
   State whole, part;
   float* records;                     // states [max_parts + 1]
@@ -127,6 +128,8 @@ Layout layout(float* base, const Shape& shape) {
   m.gathered_v = reinterpret_cast<uint8_t*>(take(run));
   m.k_scales = reinterpret_cast<uint16_t*>(take(RUN / 2));
   m.v_scales = reinterpret_cast<uint16_t*>(take(RUN / 2));
+  m.k_factors = take(RUN);
+  m.v_factors = take(RUN);
   m.seen = reinterpret_cast<Seen*>(take(shape.max_rows * sizeof(Seen) / sizeof(float)));
   m.whole = state_at(take(state_floats(shape)), shape);
   m.part = state_at(take(state_floats(shape)), shape);
@@ -177,8 +180,10 @@ constexpr size_t block_of(size_t rows) {
   return (rows + blocks - 1) / blocks;
 }
 
-// Vectors side by side in registers, for so many rows.
-constexpr size_t width(size_t rows) { return OCTAVO_LEVEL >= 2 ? 4 : rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+// Vectors side by side in registers, for so many rows. Nibbles need registers of their own to be unpacked.
+constexpr size_t width(Items items, size_t rows) {
+  return OCTAVO_LEVEL >= 2 || rows == 1 ? 4 : rows <= (items == Items::INT4 ? 2 : 3) ? 2 : 1;
+}
 
 // Asks for a line that the next run reads: into the second-level cache, as a run is as large as the first.
 OCTAVO_INLINE void prefetch(const void* line) { __builtin_prefetch(line, 0, 2); }
@@ -246,8 +251,8 @@ OCTAVO_INLINE void add_scores(f32x16 (&sums)[R][N], const float* queries, size_t
         for (size_t r = 0; r < R; ++r) {
           sums[r][n] = fma(broadcast(q[r * dim + 1]), second, sums[r][n]);
         }
-        q = again(q);
       }
+      q = again(q);
     }
   }
 }
@@ -317,8 +322,8 @@ void value_block(const float* weights, size_t begin, size_t end, size_t dim, con
         add_weighted(sums, n, w, v_columns<I>(items + n * columns));
         if constexpr (TOKENS == 2) {
           add_weighted(sums, n, w + 1, v_columns<I, 1>(again(items + n * columns)));
-          w = again(w);
         }
+        w = again(w);
       }
     }
     if (TOKENS == 2 && t < stop) {
@@ -341,12 +346,12 @@ void scores_of(size_t rows, const float* queries, size_t dim, const Run& run, co
                float* scores) {
   const size_t block = block_of(rows);
   for (size_t g = begin; g < end;) {
-    const size_t n = g + width(block) <= end ? width(block) : 1;
+    const size_t n = g + width(I, block) <= end ? width(I, block) : 1;
     for (size_t row = 0; row < rows; row += block) {
       with_count(smaller(block, rows - row), [&](auto count) {
         constexpr size_t R = decltype(count)::value;
-        // The last block may have fewer rows; its groups are the others' all the same: width(R), or one.
-        const auto kernel = n == width(R) ? score_block<I, AHEAD, R, width(R)> : score_block<I, AHEAD, R, 1>;
+        // The last block may have fewer rows; its groups are the others' all the same: width(I, R), or one.
+        const auto kernel = n == width(I, R) ? score_block<I, AHEAD, R, width(I, R)> : score_block<I, AHEAD, R, 1>;
         kernel(queries + row * dim, dim, run, next, g, scores + row * RUN + g * GROUP);
       });
     }
@@ -362,7 +367,7 @@ void values_of(size_t rows, const float* weights, size_t begin, size_t end, size
     return;
   }
   with_count(rows, [&](auto count) {
-    constexpr size_t R = decltype(count)::value, N = width(R);
+    constexpr size_t R = decltype(count)::value, N = width(I, R);
     size_t column = 0;
     for (; column + N * LANES <= dim; column += N * LANES) {
       value_block<I, AHEAD, R, N>(weights, begin, end, dim, run, next, column, values);
@@ -512,12 +517,12 @@ void find_seen(const Attention& args, const Tile& tile, const Shape& shape, size
 
 // Scales and masks the scores of a row and returns the largest.
 template <bool SCALED>
-float mask(float* scores, Seen seen, const Run& run) {
+float mask(float* scores, Seen seen, const float* factors) {
   f32x16 highest = nothing_seen();
   for (size_t t = seen.begin / GROUP * GROUP; t < seen.end; t += GROUP) {
     f32x16 group = load(scores + t);
     if constexpr (SCALED) {
-      group = group * load_bf16(run.k_scales[t / GROUP]);
+      group = group * load(factors + t);
     }
     if (seen.end < t + GROUP) {
       group = where_first(seen.end - t, group, nothing_seen());
@@ -540,7 +545,7 @@ void attend_rows(size_t dim, const Memory& memory, const State& state, size_t fi
                           memory.scores + first * RUN);
 
   for (size_t row = first; row < last; ++row) {
-    const float highest = mask<SCALED>(memory.scores + row * RUN, seen[row], run);
+    const float highest = mask<SCALED>(memory.scores + row * RUN, seen[row], memory.k_factors);
     memory.new_highest[row] = highest > state.highest[row] ? highest : state.highest[row];
   }
   for (size_t row = first; row < last; row += LANES) {
@@ -554,7 +559,7 @@ void attend_rows(size_t dim, const Memory& memory, const State& state, size_t fi
       float* group = memory.scores + row * RUN + t;
       const f32x16 weight = exp(load(group) - highest);
       sum = sum + weight;
-      store(group, SCALED ? weight * load_bf16(run.v_scales[t / GROUP]) : weight);
+      store(group, SCALED ? weight * load(memory.v_factors + t) : weight);
     }
     store(state.sum + row * LANES, sum);
     for (size_t column = 0; column < dim; column += LANES) {
@@ -592,6 +597,8 @@ void attend_run(size_t dim, const Memory& memory, const State& state, size_t fir
     for (size_t g = begin; g < end; ++g) {
       prefetch(next.k_scales[g]);
       prefetch(next.v_scales[g]);
+      store(memory.k_factors + g * GROUP, load_bf16(run.k_scales[g]));
+      store(memory.v_factors + g * GROUP, load_bf16(run.v_scales[g]));
     }
   }
   if (I != Items::FP32 && (OCTAVO_LEVEL == 0 || last - first > BLOCK)) {

@@ -16,41 +16,62 @@ constexpr int8_t SLOW_LEVELS[16] = {3, 8, 14, 19, 25, 31, 37, 43, 50, 57, 64, 73
 
 // ── rotation ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-// One level of Hadamard's transform of blocks: sums of neighbours, then their differences. As often as a block has bits,
-// it is the whole transform, in order.
-OCTAVO_INLINE void add_neighbours(const float* __restrict from, float* __restrict to, size_t dim, size_t block) {
-  for (size_t start = 0; start < dim; start += block) {
-    for (size_t i = 0; i < block / 2; ++i) {
-      const float a = from[start + 2 * i], b = from[start + 2 * i + 1];
-      to[start + i] = a + b;
-      to[start + block / 2 + i] = a - b;
-    }
-  }
+// Hadamard's transform of each half, in blocks as long as they can be; its own inverse. Level after level, of elements
+// that lie 1, 2, 4, … apart, it puts a sum in the place of the first and a difference in that of the second.
+#if OCTAVO_LEVEL >= 1
+// A level within eight elements, `swapped` being x with partners exchanged; MINUS: the places of second ones.
+template <int MINUS>
+OCTAVO_INLINE __m256 add_partners(__m256 x, __m256 swapped) {
+  return _mm256_blend_ps(_mm256_add_ps(x, swapped), _mm256_sub_ps(swapped, x), MINUS);
 }
 
-// Hadamard's transform of each half, in blocks as long as they can be; its own inverse.
 OCTAVO_INLINE void mix(float* head, size_t dim) {
   const size_t block = dim / 2 & (~(dim / 2) + 1);
-  float other[MAX_HEAD_DIM];
-  float *from = head, *to = other;
-  for (size_t step = 1; step < block; step *= 2) {
-    add_neighbours(from, to, dim, block);
-    to = from;
-    from = from == head ? other : head;
+  for (size_t d = 0; d < dim; d += 8) {
+    __m256 x = _mm256_loadu_ps(head + d);
+    x = add_partners<0xaa>(x, _mm256_permute_ps(x, 0xb1));
+    x = add_partners<0xcc>(x, _mm256_permute_ps(x, 0x4e));
+    x = add_partners<0xf0>(x, _mm256_permute2f128_ps(x, x, 1));
+    _mm256_storeu_ps(head + d, x);
   }
+  for (size_t step = 8; step < block; step *= 2) {
+    for (size_t d = 0; d < dim; d += (d + 8) & step ? 8 + step : 8) {
+      const __m256 a = _mm256_loadu_ps(head + d), b = _mm256_loadu_ps(head + d + step);
+      _mm256_storeu_ps(head + d, _mm256_add_ps(a, b));
+      _mm256_storeu_ps(head + d + step, _mm256_sub_ps(a, b));
+    }
+  }
+#else
+OCTAVO_INLINE void mix(float* head, size_t dim) {
+  const size_t block = dim / 2 & (~(dim / 2) + 1);
+  for (size_t step = 1; step < block; step *= 2) {
+    for (size_t d = 0; d < dim; d += (d + 1) & step ? 1 + step : 1) {
+      const float a = head[d], b = head[d + step];
+      head[d] = a + b;
+      head[d + step] = a - b;
+    }
+  }
+#endif
   const f32x16 scale = broadcast(static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(block))));
   for (size_t d = 0; d < dim; d += LANES) {
-    store(head + d, load(from + d) * scale);
+    store(head + d, load(head + d) * scale);
   }
 }
 
-// Quarters 0, 2, 1, 3: the pairs that turn fast before those that turn slowly, and back again.
+template <size_t N>
 OCTAVO_INLINE void swap_quarters(float* head, size_t dim) {
-  for (size_t i = dim / 4; i < dim / 2; ++i) {
-    const float kept = head[i];
-    head[i] = head[i + dim / 4];
-    head[i + dim / 4] = kept;
+  float kept[N];
+  for (size_t i = dim / 4; i < dim / 2; i += N) {
+    memcpy(kept, head + i, sizeof kept);
+    memcpy(head + i, head + i + dim / 4, sizeof kept);
+    memcpy(head + i + dim / 4, kept, sizeof kept);
   }
+}
+
+// Quarters 0, 2, 1, 3: the pairs that turn fast before those that turn slowly, and back again. In pieces as large as
+// those that `mix` reads, if they fit: else it would have to wait until they are written.
+OCTAVO_INLINE void swap_quarters(float* head, size_t dim) {
+  dim % 32 ? swap_quarters<4>(head, dim) : swap_quarters<8>(head, dim);
 }
 
 OCTAVO_INLINE void turn(float* head, size_t dim) {

@@ -20,6 +20,9 @@ def test_variants_differ_in_their_pages_only() -> None:
     assert list(found) == ["contiguous", "paged 16", "paged 64", "paged 16, no prefix cache"]
     assert found["contiguous"] == EngineConfig(max_model_len=512, seed=3, kv_layout="contiguous")
     assert found["paged 64"] == EngineConfig(max_model_len=512, seed=3, block_size=64)
+    also = variants(config, [16, 64], without_cache=False, dtypes=["int8", "int4"])
+    assert list(also) == ["contiguous", "paged 16", "paged 64", "paged 16, int8", "paged 16, int4"]
+    assert also["paged 16, int8"] == EngineConfig(max_model_len=512, seed=3, kv_cache_dtype="int8")
     assert found["paged 16, no prefix cache"] == EngineConfig(max_model_len=512, seed=3, enable_prefix_caching=False)
 
 
@@ -32,12 +35,16 @@ def test_memory_for_eight_unless_told() -> None:
 def test_layouts_are_compared(model_path: Path, tmp_path: Path) -> None:
     """Three prompts of 544 tokens, 512 of them shared, in memory for two reservations."""
     report = tmp_path / "figures.json"
-    options = ["--workload", "prefix", "--requests", "3", "--repeats", "2", "--json", str(report)]
+    options = ["--workload", "prefix", "--requests", "3", "--repeats", "2", "--json", str(report), "--dtypes", "int8"]
+    options += ["--html", str(tmp_path / "it.html")]
     options += ["--max-model-len", "640", "--kv-cache-memory-bytes", str(2 * 640 * 23_040), "--without-prefix-caching"]
     printed = CliRunner().invoke(app, ["bench", "compare", str(model_path), *options])
     assert printed.exit_code == 0, printed.output
     [result] = json.loads(report.read_text())["results"]
-    contiguous, paged, plain = result["variants"]
+    contiguous, paged, small, plain = result["variants"]
+    assert small["name"] == "paged 16, int8" and small["num_pages"] > 80 * 1.8
+    assert [one["cached_tokens"] for one in small["rounds"]] == [2 * 512] * 2
+    result["variants"].remove(small)
     assert [variant["num_pages"] for variant in result["variants"]] == [2, 80, 80]
     for variant in result["variants"]:
         assert variant["num_pages"] * variant["page_bytes"] == 2 * 640 * 23_040
@@ -57,7 +64,11 @@ def test_layouts_are_compared(model_path: Path, tmp_path: Path) -> None:
         80 / ((16 * 34 + 16 * 35 + 16 * 36 + 16 * 37) / 64 + 0.5), rel=0.02
     )
     for line in result["summary"]:
-        assert line["name"] in printed.output and f"{line['kv_use']:.0%}" in printed.output
+        assert (
+            line["name"] in printed.output
+            and line["name"] in (tmp_path / "it.html").read_text()
+            and f"{line['kv_use']:.0%}" in printed.output
+        )
 
 
 def test_a_summary_has_medians_and_ratios_round_by_round() -> None:

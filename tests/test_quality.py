@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
-from octavo.bench.quality import DTYPES, measure
+from octavo.bench.quality import DTYPES, PLACES, Scores, _figures, measure
 from octavo.config import EngineConfig
+from tests.models import tiny
 
 
 def test_quality_of_every_format(model_path: Path) -> None:
@@ -41,3 +44,26 @@ def test_the_command_prints_a_table_and_writes_json(model_path: Path, tmp_path: 
     assert result.exit_code == 0, result.output
     assert "int8" in result.output and "bound" in result.output
     assert set(json.loads(figures.read_text())["dtypes"]) == {"bf16", "int8"}
+
+
+def test_figures_are_those_of_the_same_tokens() -> None:
+    """Losses of 0.1 and 0.3: a rise of e^0.2; of four facts one is lost, one won, and one neither ever found."""
+    base = Scores([-1.0, -2.0], [5, 6], {512: [True, True], 1024: [False, False]})
+    found = Scores([-1.1, -2.3], [5, 7], {512: [True, False], 1024: [True, False]})
+    figures = _figures("int4", 6480.0, found, base)
+    assert figures["perplexity_percent"] == pytest.approx(100 * math.expm1(0.2))
+    assert figures["perplexity_error_percent"] == pytest.approx(2 * 10 / math.sqrt(2))
+    assert (figures["top1_percent"], figures["drift"]) == (50, pytest.approx(0.2))
+    assert figures["found"] == {512: "1/2", 1024: "1/2"}
+    assert (figures["facts_lost"], figures["facts_won"]) == (1, 1)
+    assert figures["verdict"] == "above the bound, 1 facts lost and 1 won"
+
+
+def test_with_the_reference_only_keys_and_values_are_rounded(tmp_path: Path) -> None:
+    """Bytes of float32 change nothing there but bf16's own rounding, while on the native kernels inputs are int8."""
+    shape = tiny.config("llama")
+    folder = tiny.write_folder(tmp_path, shape, tiny.tensors(shape))
+    config = EngineConfig(kv_cache_memory_bytes=2**22, backend="reference")
+    found = measure(folder, config, ["hello world " * 20], ["fp32", "int8"], [])["dtypes"]
+    assert 0 < found["fp32"]["drift"] < found["int8"]["drift"] < 0.02
+    assert all(len(PLACES) == 24 and of["found"] == {} for of in found.values())

@@ -630,6 +630,8 @@ def simulate(
     chrome_trace: Annotated[
         Path | None, typer.Option(help="Write steps and requests for chrome://tracing to this file.")
     ] = None,
+    html: Html = None,
+    png: Png = None,
     *,
     engine: EngineConfig,
 ) -> None:
@@ -638,8 +640,11 @@ def simulate(
     What a step takes is measured (--calibration) or follows from a GPU's data sheet (--model, --gpu). Ctrl-C ends early
     and prints the figures so far. docs/simulator.md tells how near that comes.
     """
+    from octavo.bench import charts
+    from octavo.bench.report import check_png, write
     from octavo.simulator import simulate as simulator
 
+    check_png(png)
     cost, engine = _cost(calibration, model, gpu, tensor_parallel_size, engine)
     core = simulator.engine(engine, cost)
     arrivals = islice(_arrivals(trace, kind, requests, rate, chars_per_token, engine.seed), requests)
@@ -650,11 +655,13 @@ def simulate(
             simulation.run(shown)
         except KeyboardInterrupt:
             whole = False
-    figures = simulation.report()
+    figures = {"trace": trace, "whole": whole, "engine": asdict(engine), **simulation.report()}
     if json_file is not None:
-        json_file.write_text(json.dumps({"trace": trace, "whole": whole, "engine": asdict(engine), **figures}) + "\n")
-    for name, value in _simulated(figures):
+        json_file.write_text(json.dumps(figures) + "\n")
+    lines = list(_simulated(figures))
+    for name, value in lines:
         screen.print(f"{name:<12} {value}")
+    write(charts.of_simulation(figures, lines), html, png)
     if not whole:
         aside.print("interrupted: these are the figures so far", style="red")
         raise typer.Exit(130)
@@ -881,7 +888,7 @@ def _simulated(of: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "moves", ", ".join(f"{name} {count:,}" for name, count in of["moves"].items())
 
 
-bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure this engine on this machine.")
+bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure this engine, or any server.")
 app.add_typer(bench, name="bench")
 
 
@@ -943,14 +950,14 @@ def throughput(
 
 
 COMPARED = ("mixed", "uniform", "prefix")
-PAGED_ONLY = (
-    *("block_size", "enable_prefix_caching", "swap_space", "kv_offload_dir", "kv_offload_space", "restore"),
-    *("preemption_mode", "session_ttl", "max_pinned_fraction", "kv_quota"),
+CACHED_ONLY = (
+    *("enable_prefix_caching", "swap_space", "kv_offload_dir", "kv_offload_space", "restore", "preemption_mode"),
+    *("session_ttl", "max_pinned_fraction", "kv_quota"),
 )
 
 
 @bench.command()
-@takes(seed=1, max_model_len=2048, without=("kv_layout", UNGATED, *PAGED_ONLY))
+@takes(seed=1, max_model_len=2048, without=("kv_layout", "block_size", UNGATED, *CACHED_ONLY))
 def compare(
     model: Model,
     workload: Annotated[
@@ -964,7 +971,12 @@ def compare(
     without_prefix_caching: Annotated[
         bool, typer.Option("--without-prefix-caching", help="Compare the first page size without it too.")
     ] = False,
+    dtypes: Annotated[
+        str, typer.Option(metavar="DTYPE,…", help="Compare the first page size with keys and values in these too.")
+    ] = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    html: Html = None,
+    png: Png = None,
     *,
     engine: EngineConfig,
 ) -> None:
@@ -975,10 +987,13 @@ def compare(
     at which requests wait (all steps, if those are the fewer); beside them stands what octavo plan expects.
     docs/sizing.md tells more.
     """
-    from octavo.bench.compare import compare_layouts, report, summary
+    from octavo.bench import charts
+    from octavo.bench.compare import compare_layouts, gains, summary
     from octavo.bench.machine import machine
+    from octavo.bench.report import check_png, write
     from octavo.bench.workloads import WORKLOADS
 
+    check_png(png)
     works = [WORKLOADS[name] for name in (workload or COMPARED)]
     figures: dict[str, Any] = {"machine": machine(), "model": model, "engine": asdict(engine)}
     path = _fetch(model)
@@ -991,19 +1006,21 @@ def compare(
             repeats=repeats,
             block_sizes=block_size or [16],
             without_cache=without_prefix_caching,
+            dtypes=list(filter(None, dtypes.split(","))),
             progress=status.update,
         )
     for result in figures["results"]:
         result["summary"] = summary(result)
-        for line in report(result):
-            screen.print(line)
+        _show_grid(charts.compared(result), *gains(result))
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=1) + "\n")
+    if figures["results"]:
+        write(charts.of_layouts(figures), html, png)
     raise typer.Exit(0 if whole else 130)
 
 
 @bench.command("prefix-cache")
-@takes(seed=1, max_num_seqs=32, kv_cache_memory_bytes=1 << 30, without=("kv_layout", "enable_prefix_caching", UNGATED))
+@takes(seed=1, max_num_seqs=32, kv_cache_memory_bytes=1 << 30, without=("kv_layout", UNGATED, *CACHED_ONLY))
 def prefix_cache(
     model: Model,
     workload: Annotated[
@@ -1094,7 +1111,7 @@ def bench_serve(
             "--num-requests",
             "--num-prompts",
             min=1,
-            help="How many in a run; the default is all of a trace, else 64.",
+            help="How many in a run; the default is all of a trace, or usually 64.",
             rich_help_panel="Load",
         ),
     ] = None,
@@ -1245,8 +1262,8 @@ def _rates(text: str | None, paced: bool) -> list[float | None]:
     return [0.0 if math.isinf(rate) else rate for rate in rates]
 
 
-def _show_grid(grid: Grid) -> None:
-    """A table for the terminal, on its side if it is too wide."""
+def _show_grid(grid: Grid, *below: str) -> None:
+    """A table for the terminal, on its side if it is too wide, and lines below it."""
     screen.print(f"{grid.title}")
     columns = [grid.head, *grid.rows]
     widths = [max(len(row[at]) for row in columns) for at in range(len(grid.head))]
@@ -1259,7 +1276,7 @@ def _show_grid(grid: Grid) -> None:
             for at, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         screen.print("  ".join(cells).rstrip())
-    screen.print()
+    screen.print("\n".join([*below, ""]))
 
 
 class DayName(StrEnum):

@@ -32,6 +32,7 @@ def test_names_are_those_of_the_command_line() -> None:
 def test_figures_are_printed_and_written(tmp_path: Path) -> None:
     (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, MOONCAKE)))
     files = ["--json", str(tmp_path / "figures.json"), "--chrome-trace", str(tmp_path / "chrome.json")]
+    files += ["--html", str(tmp_path / "it.html")]
     printed = simulate(str(tmp_path / "trace.jsonl"), *GPUS, *files)
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["whole"] and figures["finished"] == 3
@@ -39,6 +40,8 @@ def test_figures_are_printed_and_written(tmp_path: Path) -> None:
     assert "3 of 3" in printed and f"{100 * figures['hit_rate']:.1f} % of the prompts' tokens" in printed
     assert figures["num_pages"] == (4 * 80 * (1 << 30) * 9 // 10 - 2 * 70_552_387_584) // (16 * 327_680)
     assert json.loads((tmp_path / "chrome.json").read_text())
+    page = (tmp_path / "it.html").read_text()
+    assert page.count("<svg") == 3 and f"{figures['num_pages']:,}; " in page  # the memory, its waste, the sequences
 
 
 def test_a_workload_at_a_rate(tmp_path: Path) -> None:

@@ -118,20 +118,8 @@ def of_layouts(document: Figures) -> Report:
     works = [result["workload"] for result in results]
     about = [
         ("model", document["model"]),
-        ("workloads", "; ".join(f"{result['workload']}: {result['about']}" for result in results)),
         *_machine(document),
     ]
-    rows = [
-        [
-            *(result["workload"], line["name"], f"{line['output_tokens_per_s']:.1f}"),
-            f"{line['speed']:.2f} ({line['least_speed']:.2f} … {line['most_speed']:.2f})",
-            *(f"{line[name]:.1f}" for name in ("running", "planned_running")),
-            *(f"{line[name]:.0%}" for name in ("kv_use", "planned_kv_use", "kv_held")),
-        ]
-        for result in results
-        for line in result["summary"]
-    ]
-    head = ["work", "memory", "tokens/s", "× (least … most)", "at once", "planned", "KV use", "planned", "KV held"]
     plots = [
         Plot(title, "", unit, [Series(name, [], values) for name, values in _by_variant(results, name)], "bars", works)
         for title, unit, name in (
@@ -141,7 +129,22 @@ def of_layouts(document: Figures) -> Report:
             ("Waste", "% of the pool held without tokens", "waste"),
         )
     ]
-    return Report("Paged and contiguous memory of the same size", about, [Grid("Medians", head, rows), *plots])
+    return Report("Paged and contiguous memory of the same size", about, [*map(compared, results), *plots])
+
+
+def compared(result: Figures) -> Grid:
+    """A workload's table of `octavo bench compare`, also for a terminal."""
+    rows = [
+        [
+            *(line["name"], f"{line['output_tokens_per_s']:.1f}"),
+            f"{line['speed']:.2f} ({line['least_speed']:.2f} … {line['most_speed']:.2f})",
+            *(f"{line[name]:.1f}" for name in ("running", "planned_running")),
+            *(f"{line[name]:.0%}" for name in ("kv_use", "planned_kv_use")),
+        ]
+        for line in result["summary"]
+    ]
+    head = ["", "tokens/s", "× (least … most)", "at once", "planned", "KV use", "planned"]
+    return Grid(f"{result['workload']}: {result['about']}", head, rows)
 
 
 def _by_variant(results: Sequence[Figures], name: str) -> Iterator[tuple[str, list[float]]]:

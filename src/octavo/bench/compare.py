@@ -16,8 +16,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.table import Table
-
 from octavo.bench.workloads import Work, Workload, rates
 from octavo.config import EngineConfig, ModelConfig
 from octavo.engine.core import EngineCore
@@ -138,11 +136,14 @@ def _num_common(work: Sequence[Work]) -> int:
     return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
 
 
-def variants(config: EngineConfig, block_sizes: Iterable[int], without_cache: bool) -> dict[str, EngineConfig]:
-    """The engines to compare, by name; contiguous is the first."""
+def variants(
+    config: EngineConfig, block_sizes: Iterable[int], without_cache: bool, dtypes: Iterable[str] = ()
+) -> dict[str, EngineConfig]:
+    """The engines to compare, by name; contiguous is the first. What is no page size has the first of them."""
     paged = {f"paged {size}": replace(config, block_size=size) for size in dict.fromkeys(block_sizes)}
+    name, first = next(iter(paged.items()))
+    paged |= {f"{name}, {dtype}": replace(first, kv_cache_dtype=dtype) for dtype in dict.fromkeys(dtypes)}
     if without_cache:
-        name, first = next(iter(paged.items()))
         paged[f"{name}, no prefix cache"] = replace(first, enable_prefix_caching=False)
     return {"contiguous": replace(config, kv_layout="contiguous"), **paged}
 
@@ -162,6 +163,7 @@ def compare_layouts(
     repeats: int = 3,
     block_sizes: Iterable[int] = (16,),
     without_cache: bool = False,
+    dtypes: Iterable[str] = (),
     progress: Callable[[str], None] = lambda text: None,
 ) -> tuple[list[dict[str, Any]], bool]:
     """(results, whole). For each workload the figures of every variant's rounds, and what the planner expected.
@@ -174,7 +176,7 @@ def compare_layouts(
     whole = True
     with ExitStack() as stack:
         engines = []
-        for name, own in variants(config, block_sizes, without_cache).items():
+        for name, own in variants(config, block_sizes, without_cache, dtypes).items():
             progress(f"Loading {name}")
             engines.append(Variant(name, checkpoint, own))
             stack.enter_context(engines[-1].llm)
@@ -225,24 +227,7 @@ def summary(result: dict[str, Any]) -> list[dict[str, Any]]:
     return lines
 
 
-def report(result: dict[str, Any]) -> Iterator[str | Table]:
-    """A workload's summary for a terminal."""
-    yield f"{result['workload']}: {result['about']}"
-    table = Table(box=None, padding=(0, 0, 0, 2), pad_edge=False)
-    table.add_column("")
-    for title in ("tokens/s", "× (least … most)", "at once", "planned", "KV use", "planned"):
-        table.add_column(title, justify="right")
-    for line in result["summary"]:
-        table.add_row(
-            line["name"],
-            f"{line['output_tokens_per_s']:.1f}",
-            f"{line['speed']:.2f} ({line['least_speed']:.2f} … {line['most_speed']:.2f})",
-            f"{line['running']:.1f}",
-            f"{line['planned_running']:.1f}",
-            f"{line['kv_use']:.0%}",
-            f"{line['planned_kv_use']:.0%}",
-        )
-    yield table
+def gains(result: dict[str, Any]) -> Iterator[str]:
+    """What each variant gains over contiguous memory, in words."""
     for line in result["summary"][1:]:
         yield f"{line['name']}: {line['gain']:.1f} × the sequences at once; planned {line['planned_gain']:.1f} ×"
-    yield ""

@@ -161,8 +161,8 @@ def report(found: dict[str, Any]) -> Iterator[str]:
         f"a token takes {found['token_us']:,.0f} µs: {found['cost_percent']:.3f} %"
     )
     yield (
-        f"  time       {found['seconds_with']:.2f} s with the cache, {found['seconds_without']:.2f} s without: "
-        f"{found['gain_percent']:+.1f} % gained (half of the rounds {low:+.1f} … {high:+.1f} %)"
+        f"  time       {found['seconds_without']:.2f} s a round without the cache, {found['gain_percent']:.1f} % less with it "
+        f"(half of the rounds {low:.1f} … {high:.1f} %)"
     )
     yield f"  {verdict(found)}"
 
