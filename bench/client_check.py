@@ -1,9 +1,11 @@
-"""Whether `octavo bench serve` sees what OpenAI's own Python client sees: the same requests to one server in turn.
+"""Whether `octavo bench serve` sees what OpenAI's own Python client sees of one server, at the same time.
 
     python -m bench.client_check smollm2-135m --rounds 3
 
-The server has no prefix cache, so that what one client asked is no help to the other, and a thread for itself; a few
-requests at a time. Prints JSON: the medians of the rounds of both clients, and by how many percent they differ.
+Both clients, each in a process of its own, send the same requests to the server, a few at a time each, beginning at the
+same moment: the same batches serve both, and whatever else the machine does hits both. The server has no prefix cache,
+so that neither helps the other, and one thread. Prints JSON: the medians of the rounds of both clients, and by how many
+percent they differ.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import json
 import statistics
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
+from multiprocessing import get_context
 from typing import Any
 
 from bench.load import Server
@@ -23,17 +27,18 @@ from openai import AsyncOpenAI
 from octavo.bench.loads import of_workload
 from octavo.bench.machine import machine
 from octavo.bench.serve import Plan, Target, measure
-from octavo.bench.workloads import WORKLOADS
+from octavo.bench.workloads import WORKLOADS, Work
 from octavo.models.catalog import resolve
 
 OPTIONS = ("--no-enable-prefix-caching", "--kv-cache-memory-bytes=512MiB", "--max-model-len=2048", "--num-threads=1")
+PREPARE_S = 6.0
+"""How long both clients have to get ready."""
 NAMES = ("output_throughput", "request_throughput", "median_ttft_ms", "median_tpot_ms", "mean_itl_ms", "median_e2el_ms")
 
 
-async def ask_all(url: str, plan: Plan, vocab: int) -> dict[str, float]:
+async def ask_all(url: str, prompts: list[Work], at_once: int, begin_at: float) -> dict[str, float]:
     """The figures of a run, as someone would write them who knows nothing of ours but what is sent."""
-    prompts = [talk.turns[0] for talk in plan.draw(0, 0.0, vocab)]
-    places = asyncio.Semaphore(plan.bounds[0] or len(prompts))
+    places = asyncio.Semaphore(at_once)
     found: dict[str, list[float]] = {"ttft": [], "tpot": [], "itl": [], "e2el": []}
     num_tokens = 0
 
@@ -64,12 +69,26 @@ async def ask_all(url: str, plan: Plan, vocab: int) -> dict[str, float]:
             found["itl"] += [after - before for before, after in pairwise(times)]
             found["e2el"].append(times[-1] - sent)
 
+        await asyncio.sleep(begin_at - time.time())
         start = time.perf_counter()
         await asyncio.gather(*(one(work.prompt, work.max_tokens) for work in prompts))
         seconds = time.perf_counter() - start
     latencies = {f"median_{name}_ms": 1e3 * statistics.median(values) for name, values in found.items()}
     rates = {"output_throughput": num_tokens / seconds, "request_throughput": len(prompts) / seconds}
     return {**rates, **latencies, "mean_itl_ms": 1e3 * statistics.fmean(found["itl"])}
+
+
+def theirs(*args: Any) -> dict[str, float]:
+    return asyncio.run(ask_all(*args))
+
+
+def ours(target: Target, plan: Plan, begin_at: float) -> dict[str, float]:
+    def wait(about: str, done: int, total: int) -> None:
+        if done == 0 and "round" in about:
+            time.sleep(max(begin_at - time.time(), 0))
+
+    [record], _ = measure([target], plan, wait)
+    return {name: record["runs"][0][name] for name in NAMES}
 
 
 def main() -> None:
@@ -82,19 +101,18 @@ def main() -> None:
     on = machine()
     load = of_workload(WORKLOADS["uniform"], args.requests)
     plan = Plan(load, [0.0], [args.concurrency], 1, 1, 600.0, 4, ignore_eos=True, goals={}, price=None)
-    runs: dict[str, list[dict[str, Any]]] = {"octavo": [], "openai": []}
-    with Server(str(resolve(args.model)), *OPTIONS) as server:
+    runs: dict[str, list[dict[str, float]]] = {"octavo": [], "openai": []}
+    pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+    with Server(str(resolve(args.model)), *OPTIONS) as server, pool:
         target = Target.find(server.url, None, None, None, "/v1/completions", False, 49_152)
+        prompts = [talk.turns[0] for talk in plan.draw(0, 0.0, target.vocab)]
         for number in range(args.rounds):
-            for side in runs if number % 2 == 0 else reversed(runs):
-                if side == "octavo":
-                    [record], _ = measure([target], plan, lambda about, done, total: None)
-                    runs[side].append({name: record["runs"][0][name] for name in NAMES})
-                else:
-                    runs[side].append(asyncio.run(ask_all(server.url, plan, target.vocab)))
-                print(
-                    f"round {number + 1}, {side}: {runs[side][-1]['output_throughput']:.1f} tokens/s", file=sys.stderr
-                )
+            begin_at = time.time() + PREPARE_S
+            other = pool.submit(theirs, server.url, prompts, args.concurrency, begin_at)
+            runs["octavo"].append(ours(target, plan, begin_at))
+            runs["openai"].append(other.result())
+            speeds = ", ".join(f"{side} {of[-1]['output_throughput']:.1f}" for side, of in runs.items())
+            print(f"round {number + 1}: {speeds} tokens/s", file=sys.stderr)
     medians = {side: {name: statistics.median(run[name] for run in of) for name in NAMES} for side, of in runs.items()}
     percent = {name: 100 * (medians["octavo"][name] / medians["openai"][name] - 1) for name in NAMES}
     print(
