@@ -922,10 +922,11 @@ def bench_serve(
         price=None if price_per_hour is None else Price(price_per_hour, output_weight),
     )
     names: list[str | None] = [*(name or []), *[None] * len(url)]
-    models: list[str | None] = [*(model or [None]), *[model[0] if model and len(model) == 1 else None] * len(url)]
+    known = model or []
+    models: list[str | None] = [*known, *[known[0] if len(known) == 1 else None] * len(url)]
     targets = [
-        serving.Target.find(one, called, known, api_key, endpoint.value, as_text, vocab_size)
-        for one, called, known in zip(url, names, models, strict=False)
+        serving.Target.find(one, called, served, api_key, endpoint.value, as_text, vocab_size)
+        for one, called, served in zip(url, names, models, strict=False)
     ]
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     on = machine()
