@@ -1,11 +1,11 @@
-"""Whether `octavo bench serve` sees what OpenAI's own Python client sees of one server, at the same time.
+"""Whether `octavo bench serve` sees what OpenAI's own Python client sees: the very same answers, at the same time.
 
     python -m bench.client_check smollm2-135m --rounds 3
 
-Both clients, each in a process of its own, send the same requests to the server, a few at a time each, beginning at the
-same moment: the same batches serve both, and whatever else the machine does hits both. The server has no prefix cache,
-so that neither helps the other, and one thread. Prints JSON: the medians of the rounds of both clients, and by how many
-percent they differ.
+Both clients, each in a process of its own, send the same requests, a few at a time. Between them and the server stands
+a tee: it sends each request on once both have sent it, and every piece of the answer to both the moment it comes. So
+whatever the server and the machine do hits both alike, and what differs is the clients' own. Prints JSON: the medians
+of the rounds of both clients, and by how many percent they differ.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
+import socket
 import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from itertools import pairwise
 from multiprocessing import get_context
 from typing import Any
@@ -31,6 +34,9 @@ from octavo.bench.workloads import WORKLOADS, Work
 from octavo.models.catalog import resolve
 
 OPTIONS = ("--no-enable-prefix-caching", "--kv-cache-memory-bytes=512MiB", "--max-model-len=2048", "--num-threads=1")
+LENGTH = re.compile(rb"(?i)\ncontent-length: *(\d+)")
+ALONE = 4
+"""Tokens of the warm-up's answers."""
 PREPARE_S = 6.0
 """How long both clients have to get ready."""
 NAMES = ("output_throughput", "request_throughput", "median_ttft_ms", "median_tpot_ms", "mean_itl_ms", "median_e2el_ms")
@@ -78,6 +84,57 @@ async def ask_all(url: str, prompts: list[Work], at_once: int, begin_at: float) 
     return {**rates, **latencies, "mean_itl_ms": 1e3 * statistics.fmean(found["itl"])}
 
 
+class Tee:
+    """Answers two clients that ask for the same with what a server answers one. Short answers are asked for alone."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._waiting: dict[str, tuple[asyncio.StreamWriter, asyncio.Event]] = {}
+
+    async def serve(self, port: int) -> None:
+        await (await asyncio.start_server(self.client, "127.0.0.1", port)).serve_forever()
+
+    async def client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a connection to its end."""
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = LENGTH.search(head)
+                body = await reader.readexactly(int(length[1]) if length else 0)
+                asked = json.loads(body) if body else {"max_tokens": 0}
+                if asked["max_tokens"] <= ALONE:
+                    await self._forward(head + body, [writer])
+                    continue
+                key = str(asked["prompt"])
+                if key not in self._waiting:
+                    self._waiting[key] = writer, asyncio.Event()
+                    await self._waiting[key][1].wait()
+                else:
+                    twin, answered = self._waiting[key]
+                    await self._forward(head + body, [writer, twin])
+                    del self._waiting[key]
+                    answered.set()
+
+    async def _forward(self, request: bytes, to: list[asyncio.StreamWriter]) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        writer.write(request)
+        head = data = await reader.readuntil(b"\r\n\r\n")
+        length = LENGTH.search(head)
+        left = int(length[1]) if length else -1
+        while True:
+            for one in to:
+                one.write(data)
+            if left == 0 or (left < 0 and data.endswith(b"\r\n0\r\n\r\n")) or data == b"0\r\n\r\n":
+                break
+            data = await reader.read(65536)
+            left -= len(data) if left > 0 else 0
+        writer.close()
+
+
+def tee(*ports: int) -> None:
+    asyncio.run(Tee(ports[1]).serve(ports[0]))
+
+
 def theirs(*args: Any) -> dict[str, float]:
     return asyncio.run(ask_all(*args))
 
@@ -91,6 +148,18 @@ def ours(target: Target, plan: Plan, begin_at: float) -> dict[str, float]:
     return {name: record["runs"][0][name] for name in NAMES}
 
 
+def wait_for(port: int) -> None:
+    """Until something listens there."""
+    deadline = time.monotonic() + 60
+    while True:
+        with suppress(OSError):
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        if time.monotonic() > deadline:
+            raise SystemExit("the tee did not start")
+        time.sleep(0.05)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -102,13 +171,23 @@ def main() -> None:
     load = of_workload(WORKLOADS["uniform"], args.requests)
     plan = Plan(load, [0.0], [args.concurrency], 1, 1, 600.0, 4, ignore_eos=True, goals={}, price=None)
     runs: dict[str, list[dict[str, float]]] = {"octavo": [], "openai": []}
-    pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
-    with Server(str(resolve(args.model)), *OPTIONS) as server, pool:
-        target = Target.find(server.url, None, None, None, "/v1/completions", False, 49_152)
+    spawn = get_context("spawn")
+    with (
+        Server(str(resolve(args.model)), *OPTIONS) as server,
+        ProcessPoolExecutor(1, mp_context=spawn) as pool,
+        socket.create_server(("127.0.0.1", 0)) as free,
+    ):
+        port = free.getsockname()[1]
+        free.close()
+        between = spawn.Process(target=tee, args=(port, server.port), daemon=True)
+        between.start()
+        url = f"http://127.0.0.1:{port}"
+        wait_for(port)
+        target = Target.find(url, None, None, None, "/v1/completions", False, 49_152)
         prompts = [talk.turns[0] for talk in plan.draw(0, 0.0, target.vocab)]
         for number in range(args.rounds):
             begin_at = time.time() + PREPARE_S
-            other = pool.submit(theirs, server.url, prompts, args.concurrency, begin_at)
+            other = pool.submit(theirs, url, prompts, args.concurrency, begin_at)
             runs["octavo"].append(ours(target, plan, begin_at))
             runs["openai"].append(other.result())
             speeds = ", ".join(f"{side} {of[-1]['output_throughput']:.1f}" for side, of in runs.items())
