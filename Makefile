@@ -31,7 +31,7 @@ format: $(VENV)/dev ## format the sources and mend what can be mended
 
 docs: $(VENV)/built ## write the help texts into docs/cli.md
 	@{ printf '# The command line\n\nWhat `--help` prints; `make docs` writes this page.\n'; \
-	  for command in '' 'generate ' 'chat ' 'serve ' 'pull ' 'plan ' 'simulate ' 'bench ' 'bench throughput ' 'bench calibrate ' 'bench compare ' 'bench day ' 'bench quality '; do \
+	  for command in '' 'generate ' 'chat ' 'serve ' 'pull ' 'plan ' 'simulate ' 'advise ' 'bench ' 'bench throughput ' 'bench calibrate ' 'bench compare ' 'bench day ' 'bench quality '; do \
 	    printf '\n```console\n$$ octavo %s--help\n' "$$command"; COLUMNS=80 $(BIN)/octavo $$command--help; printf '```\n'; \
 	  done; } > docs/cli.md
 

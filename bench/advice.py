@@ -1,11 +1,12 @@
 """Whether advice holds on a real engine: each kind of work served by the recommended configuration and by others.
 
-    python bench/advice.py smollm2-135m --calibration calibration.json --only mixed uniform --json advice.json
+    python bench/advice.py smollm2-135m --only mixed uniform --json advice.json
 
 Six kinds of work (octavo/bench/trials.py) are served by all of a small sweep of configurations, in turn, round after
-round, each round with other tokens. Advice is asked for with the calibration of this machine, made first if there is no
-such file. Told is, for each kind, the goal's seconds of every configuration by the median of its rounds, and how far the
-recommended one is from the best. A request is timed from when it is due; a turn waits for its session's last answer.
+round, there and back, each round with other tokens. Advice is asked for with the calibration of this machine, made
+first if there is no such file. Told is, for each kind, the goal's seconds of every configuration by the median of its
+rounds, and how far the recommended one is from the best. A request is timed from when it is due; a turn waits for its
+session's last answer.
 """
 
 from __future__ import annotations
@@ -121,7 +122,8 @@ def compare(kind: Archetype, checkpoint: Checkpoint, cost: Measured, rounds: int
             engines[one] = assemble(checkpoint, config)
             stack.callback(engines[one].core.close)
         for number in range(rounds):
-            for one, engine in engines.items():
+            for one in list(engines)[:: -1 if number % 2 else 1]:
+                engine = engines[one]
                 engine.core.cache.drop_cached()
                 result = serve(engine, kind.turns, seed=100 * number + 7)
                 seconds[one].append(GOALS[kind.goal](result))
