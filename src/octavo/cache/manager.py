@@ -326,11 +326,13 @@ class CacheManager:
         return table
 
     def _grow(self, table: PageTable, num_pages: int) -> None:
-        free = self.pool.take_free(num_pages - len(table.pages))
-        table.pages.extend(free)
-        self._taken(len(free))
+        wanted = num_pages - len(table.pages)
+        table.pages.extend(self.pool.take_free(wanted))
         for _ in range(num_pages - len(table.pages)):
-            table.pages.append(self._take())
+            if self.pool.num_free == 0:
+                self._evict()
+            table.pages.append(self.pool.take())
+        self._taken(wanted)
 
     def _take(self) -> int:
         if self.pool.num_free == 0:
