@@ -271,6 +271,8 @@ class Tiers:
 
         What could not be copied is tried again when it must leave, and not before: a full disk keeps nobody busy.
         """
+        if self._alone:
+            return
         pools = self.pools
         for tier in (Tier.DEVICE, Tier.HOST):
             count = min(AHEAD, sum(pool.num_pages for pool in pools[tier + 1 :]) // 4)
