@@ -111,7 +111,9 @@ def test_where_memory_is_plenty_paging_buys_nothing() -> None:
 # ── the search ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def searched(seconds: Callable[[EngineConfig], float | None], **options: Any) -> Advice:
+def searched(
+    seconds: Callable[[EngineConfig], float | None], config: EngineConfig | None = None, **options: Any
+) -> Advice:
     """Advice where a configuration takes so long; None for one that cannot be."""
 
     def measure(config: EngineConfig) -> Result:
@@ -121,7 +123,7 @@ def searched(seconds: Callable[[EngineConfig], float | None], **options: Any) ->
         return Result(1 / found, found, found, found, 4.0, 8, 0.5, 0, 0)
 
     work = Workload("fake", [Demand(100, 100)] * 300, True)
-    config = EngineConfig(max_model_len=1024, kv_cache_memory_bytes=GIB)
+    config = replace(config or EngineConfig(), max_model_len=1024, kv_cache_memory_bytes=GIB)
     return advise(work, SHAPE, config, 8 * GIB, measure, **options)
 
 
@@ -152,6 +154,8 @@ def test_bits_are_given_up_for_a_gain_and_four_only_when_allowed() -> None:
     assert [found.config.kv_cache_dtype for found in by_memory.values()] == ["int8", "int4"]
     slight = searched(lambda config: 1.0 + 0.02 * (config.kv_cache_dtype == "auto"))
     assert slight.config.kv_cache_dtype == "auto"
+    given = searched(lambda config: gains[config.kv_cache_dtype], config=EngineConfig(kv_cache_dtype="int4"))
+    assert given.config.kv_cache_dtype == "int4"
 
 
 def test_what_cannot_be_is_not_recommended() -> None:
