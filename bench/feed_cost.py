@@ -23,10 +23,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
-from bench.load import Connection, Server, cpu_seconds
+from bench.load import Server, cpu_seconds
 from bench.server_overhead import serve_all
 
 from octavo.bench.machine import machine
+from octavo.bench.wire import Connection
 from octavo.bench.workloads import WORKLOADS
 from octavo.cache.manager import CacheManager
 from octavo.config import EngineConfig
@@ -60,11 +61,11 @@ async def watched(args: argparse.Namespace, server: Server, vocab_size: int) -> 
         for side in ("alone", "watched") if number % 2 else ("watched", "alone"):
             watcher = None
             if side == "watched":
-                watcher = await Connection.open(server.port)
+                watcher = await Connection.open(server.endpoint)
                 watcher.send(MAP, None, "GET")
                 await asyncio.sleep(0.3)
             before = cpu_seconds(server.pid)
-            tokens, seconds = await serve_all(server.port, requests, CLIENTS)
+            tokens, seconds = await serve_all(server.endpoint, requests, CLIENTS)
             speed[side] = tokens / seconds
             if number:
                 speeds[side].append(round(speed[side], 2))

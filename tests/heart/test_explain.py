@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from octavo.cache.explain import Explainer
+from octavo.cache.look import Forest
 from octavo.cache.tiers import Costs
 from octavo.engine.core import EngineCore
 from octavo.types import Found, Missed, Note, Place, Request, SamplingParams, Tier
@@ -206,3 +207,43 @@ def test_a_page_and_its_tokens_before_they_are_computed() -> None:
     assert [page.tokens for page in pages] == [tuple(tokens[:4]), tuple(tokens[4:8]), tuple(tokens[8:]), ()]
     assert [page.start for page in pages] == [0, 4, 8, None]
     assert [page.requests for page in pages] == [[("alpha", "a")]] * 3 + [[]]
+
+
+# ── what is shared ──
+
+
+def test_what_is_shared_is_a_tree_of_chains() -> None:
+    made = engine()
+    for number in range(3):
+        serve(made, f"a{number}", prompt(1, 16) + prompt(20 + number, 8))  # of no session: two ways on are two users
+    serve(made, "b", prompt(2, 16), BETA)
+    forest = Forest(made.cache)
+    [one] = forest.tree("alpha", 10).branches
+    assert (one.parent, one.start, one.num_pages, one.tiers) == (None, 0, 4, (4, 0, 0))
+    assert (one.num_sessions, one.num_requests, one.num_branches, one.num_saved) == (0, 0, 3, 4 * 2)
+    assert one.tokens == tuple(prompt(1, 4))
+    assert forest.tree("beta", 10) == ([], 0, 0)
+    assert forest.tree(None, 10) == forest.tree("alpha", 10)
+
+
+def test_where_most_is_saved_comes_first_and_below_it_what_goes_on_from_there() -> None:
+    made = engine(200)
+    small, large = prompt(1, 8), prompt(2, 24)
+    for number in range(2):
+        serve(made, f"s{number}", small + prompt(20 + number, 4), session=f"s{number}")
+        serve(made, f"l{number}", large + prompt(30 + number, 8), session=f"l{number}")
+        serve(made, f"m{number}", large + prompt(40, 8) + prompt(41 + number, 4), session=f"m{number}")
+    serve(made, "end", large, session="end")  # of which the last token is computed again, in a page that is there
+    tree = Forest(made.cache).tree(None, 10)
+    assert [(at.start, at.num_tokens, at.num_sessions, at.num_saved) for at in tree.branches] == [
+        (0, 24, 5, 6 * 4),
+        (24, 8, 2, 2 * 1),
+        (0, 8, 2, 2 * 1),
+    ]
+    top, below, other = tree.branches
+    assert (top.parent, below.parent, other.parent) == (None, top.id, None)
+    assert (top.num_branches, below.num_branches, other.num_branches) == (2, 2, 2)
+    assert tree.num_saved == 28
+    short = Forest(made.cache).tree(None, 1)
+    assert (len(short.branches), short.num_left_out, short.num_saved) == (1, 2, 28)
+    assert short.branches[0].num_branches == 3

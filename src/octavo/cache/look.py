@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from octavo.cache.manager import CacheManager
+from octavo.cache.page_table import PageTable
 from octavo.cache.prefix import NOWHERE, Node
 from octavo.cache.watch import View
 from octavo.types import Place, Tier
@@ -43,7 +44,7 @@ def page_info(manager: CacheManager, place: Place) -> PageInfo:
     tiers, size = manager.tiers, manager.block_size
     pool, node = tiers.pools[place.tier], manager.index.find(place)
     refs = pool.refs(place.page)
-    held = {table: None for table in manager.tables if place.tier is Tier.DEVICE and refs and place.page in table.pages}
+    held = dict.fromkeys(_tables_of(manager, place.page)) if place.tier is Tier.DEVICE and refs else {}
     view = View(manager, place.tier)
     state, _ = view.cell(place.page, node, held if len(held) > 1 else next(iter(held), None))
     node = node or view.moving.get(place.page)
@@ -64,6 +65,13 @@ def page_info(manager: CacheManager, place: Place) -> PageInfo:
         [] if node is None else [at.tier for at in node.all_places() if at != place],
         () if node is None else node.tokens,
     )
+
+
+def _tables_of(manager: CacheManager, page: int) -> list[PageTable]:
+    """Those that name a page of the device tier; found at once while somebody watches."""
+    if manager.tiers.watch is not None:
+        return manager.tiers.watch.tables_of(page)
+    return [table for table in manager.tables if page in table.pages]
 
 
 def _sessions_through(node: Node) -> list[Name]:
@@ -119,29 +127,35 @@ class _Chain:
         self.num_users = self.num_saved = self.saved_below = 0
 
 
-def tree(manager: CacheManager, tenant: str | None, limit: int) -> Tree:
-    """What is shared of a tenant's, or of all (None): `limit` chains at most."""
-    tops, in_order = _chains(manager)
-    for chain in reversed(in_order):  # what is below is counted before what is above
-        users = sum(below.num_users for below in chain.below) + len(chain.last.sessions or ())
-        chain.num_users = max(users, chain.first.num_sessions, _num_requests(manager, chain.first), 1)
-        chain.num_saved = chain.num_pages * (chain.num_users - 1)
-        chain.saved_below = chain.num_saved + sum(below.saved_below for below in chain.below)
-    shared = [chain for chain in in_order if chain.num_users > 1 and _theirs(chain.first, tenant)]
-    told: list[tuple[_Chain, _Chain | None]] = []
-    pending: list[tuple[_Chain, _Chain | None]] = [(chain, None) for chain in tops]
-    pending.sort(key=lambda at: at[0].saved_below)
-    while pending and len(told) < limit:
-        chain, parent = pending.pop()
-        if chain.num_users < 2:
-            continue
-        if _theirs(chain.first, tenant):
-            told.append((chain, parent))
-            parent = chain
-        pending += [(below, parent) for below in sorted(chain.below, key=lambda at: at.saved_below)]
-    known = {id(chain) for chain, _ in told}
-    branches = [_branch(manager, chain, parent, known) for chain, parent in told]
-    return Tree(branches, len(shared) - len(told), sum(chain.num_saved for chain in shared))
+class Forest:
+    """What is shared at one moment, of everybody's. Takes as long as all pages."""
+
+    def __init__(self, manager: CacheManager) -> None:
+        self._manager = manager
+        self._tops, self._in_order = _chains(manager)
+        for chain in reversed(self._in_order):  # what is below is counted before what is above
+            users = sum(below.num_users for below in chain.below) + len(chain.last.sessions or ())
+            chain.num_users = max(users, chain.first.num_sessions, _num_requests(manager, chain.first), 1)
+            chain.num_saved = chain.num_pages * (chain.num_users - 1)
+            chain.saved_below = chain.num_saved + sum(below.saved_below for below in chain.below)
+
+    def tree(self, tenant: str | None, limit: int) -> Tree:
+        """What is shared of a tenant's, or of all (None): `limit` chains at most."""
+        shared = [chain for chain in self._in_order if chain.num_users > 1 and _theirs(chain.first, tenant)]
+        told: list[tuple[_Chain, _Chain | None]] = []
+        pending: list[tuple[_Chain, _Chain | None]] = [(chain, None) for chain in self._tops]
+        pending.sort(key=lambda at: at[0].saved_below)
+        while pending and len(told) < limit:
+            chain, parent = pending.pop()
+            if chain.num_users < 2:
+                continue
+            if _theirs(chain.first, tenant):
+                told.append((chain, parent))
+                parent = chain
+            pending += [(below, parent) for below in sorted(chain.below, key=lambda at: at.saved_below)]
+        known = {id(chain) for chain, _ in told}
+        branches = [_branch(self._manager, chain, parent, known) for chain, parent in told]
+        return Tree(branches, len(shared) - len(told), sum(chain.num_saved for chain in shared))
 
 
 def _chains(manager: CacheManager) -> tuple[list[_Chain], list[_Chain]]:

@@ -153,6 +153,11 @@ class Watch:
             if len(held) == 1:
                 self._tables[page] = next(iter(held))
 
+    def tables_of(self, page: int) -> list[PageTable]:
+        """Those that name a page of the device tier."""
+        held = self._tables.get(page, ())
+        return [held] if isinstance(held, PageTable) else list(held)
+
     # ── what is told ──
 
     def news(self, limit: int = 1 << 30) -> News:

@@ -27,6 +27,8 @@ IDLE_S = 1.0
 MAX_PAGES = 4096
 """Looked at for one message, so that no step waits for long; the rest comes before the next step."""
 MAX_REQUESTS = 200
+FOREST_S = 1.0
+"""For so long it is not found out again what is shared."""
 
 
 class Watch(msgspec.Struct, array_like=True, tag=True):
@@ -95,27 +97,23 @@ class Observing:
         self._watch: watch.Watch | None = None
         self._due_at = 0.0
         self._first = self._behind = False
-        self._trees: dict[tuple[str | None, int], Tree] = {}  # a second old at most
-        self._trees_at = 0.0
+        self._forest: look.Forest | None = None  # of `_forest_at`, for a second
+        self._forest_at = 0.0
 
     @property
     def due_at(self) -> float | None:
         """When `tell` has something to do though the engine has not; None is never."""
         if self._watch is None:
-            return None
+            return None if self._forest is None else self._forest_at + FOREST_S
         return self._due_at if self._behind or self._watch.num_changed else self._due_at + IDLE_S
 
     def answer(self, command: LookAtPage | LookAtTree, now: float) -> Page | Branches:
-        """What is asked. A tree takes as long as all pages, and is made once a second."""
+        """What is asked. What is shared is found out once a second."""
         if isinstance(command, LookAtPage):
             return Page(command.number, self._core.look_at(Place(command.tier, command.page)))
-        if now > self._trees_at + 1:
-            self._trees.clear()
-            self._trees_at = now
-        key = command.tenant, command.limit
-        if key not in self._trees:
-            self._trees[key] = look.tree(self._core.cache, *key)
-        return Branches(command.number, self._trees[key])
+        if self._forest is None:
+            self._forest, self._forest_at = look.Forest(self._core.cache), now
+        return Branches(command.number, self._forest.tree(command.tenant, command.limit))
 
     def turn(self, on: bool) -> None:
         """Begin to watch, from the beginning, or end."""
@@ -129,6 +127,8 @@ class Observing:
 
     def tell(self, now: float) -> None:
         """Send what changed, if it is time."""
+        if now >= self._forest_at + FOREST_S:
+            self._forest = None
         if self._watch is None or now < self._due_at:
             return
         news, core = self._watch.news(MAX_PAGES), self._core
