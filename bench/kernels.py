@@ -8,6 +8,8 @@ A pass is 30 layers, each with weights and pages of its own, so that caches do n
 one matrix. `gb_s` counts what must be read, weights as they are packed, `gop_s` two operations for each product; both
 are of the best repeat. `share` is the least time that a probe with the same instructions and threads allows
 (octavo.bench.machine) over the best repeat's: above 1 where a cache holds more than the probe assumed.
+With several --kv-dtypes and --rounds, `times_first` is the median, and the quartiles, of how much faster than the first
+of them a format was in the same round, which a machine that is slower for a while changes little.
 With --reference the numpy backend does the same passes, and `times_reference` says how many times as long it takes.
 """
 
@@ -197,6 +199,9 @@ def show(result: dict[str, Any]) -> None:
     words = [value for value in result.values() if isinstance(value, str)]
     line = f"{' '.join(words):<24}{', '.join(about):<42}{result['gb_s']:>8.2f} GB/s{result['gop_s']:>9.1f} Gop/s"
     ratio = f"{result['times_reference']:>8.1f} × the reference" if "times_reference" in result else ""
+    if "times_first" in result:
+        low, middle, high = result["times_first"]
+        ratio += f"{middle:>8.2f} × the first ({low:.2f} … {high:.2f})"
     print(f"{line}{100 * result['share']:>6.0f} %{ratio}", file=sys.stderr)
 
 
@@ -222,9 +227,12 @@ def main() -> None:
             allowed = probe(threads, variant)
             probes.append(allowed._asdict())
             times: defaultdict[int, list[float]] = defaultdict(list)
+            firsts: dict[tuple[Any, ...], int] = {}
             for turn in range(args.rounds):
                 for number, case in enumerate(cases(CpuOps(threads, variant), args)):
                     times[number] += time_of(case.run, args.repeats)
+                    same = tuple(value for name, value in case.shape.items() if name != "dtype")
+                    first = firsts.setdefault((case.kernel, *same), number)
                     if turn < args.rounds - 1:
                         continue
                     best = min(times[number])
@@ -234,6 +242,9 @@ def main() -> None:
                     result["share"] = max(case.load.seconds(allowed)) / best
                     if reference:
                         result["times_reference"] = min(reference[number]) / best
+                    if first != number and args.rounds > 1:
+                        ratios = [a / b for a, b in zip(times[first], times[number], strict=True)]
+                        result["times_first"] = statistics.quantiles(ratios, n=4)
                     show(result)
                     median = statistics.median(times[number])
                     results.append(result | {"best_s": best, "median_s": median, "repeats": len(times[number])})
