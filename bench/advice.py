@@ -1,11 +1,12 @@
 """Whether advice holds on a real engine: each kind of work served by the recommended configuration and by others.
 
-    python bench/advice.py smollm2-135m --calibration calibration.json --only mixed uniform --json advice.json
+    python bench/advice.py smollm2-135m --only mixed uniform --json advice.json
 
 Six kinds of work (octavo/bench/trials.py) are served by all of a small sweep of configurations, in turn, round after
-round, each round with other tokens. Advice is asked for with the calibration of this machine, made first if there is no
-such file. Told is, for each kind, the goal's seconds of every configuration by the median of its rounds, and how far the
-recommended one is from the best. A request is timed from when it is due; a turn waits for its session's last answer.
+round, there and back, each round with other tokens. Advice is asked for with the calibration of this machine, made
+first if there is no such file. Told is, for each kind, the goal's seconds of every configuration by the median of its
+rounds, and how far the recommended one is from the best. A request is timed from when it is due; a turn waits for its
+session's last answer.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def sweep(base: EngineConfig) -> dict[str, EngineConfig]:
     }
 
 
-def compare(kind: Archetype, checkpoint: Checkpoint, cost: Measured, rounds: int) -> dict[str, Any]:
+def compare(kind: Archetype, checkpoint: Checkpoint, cost: Measured, rounds: int, against: list[str]) -> dict[str, Any]:
     model = checkpoint.config
     memory = kind.pool_tokens * KVFormat("bf16", model.num_layers, model.num_kv_heads, model.head_dim, 16).token_bytes
     base = EngineConfig(max_model_len=kind.max_model_len, kv_cache_memory_bytes=memory)
@@ -113,7 +114,7 @@ def compare(kind: Archetype, checkpoint: Checkpoint, cost: Measured, rounds: int
     found = trials.advice(kind.name, shape, base, arrivals, available_memory(), cost_of, goal=kind.goal)
     configs = sweep(base)
     name = next((name for name, config in configs.items() if config == found.config), "as advised")
-    configs[name] = found.config
+    configs = {name: found.config, **{one: configs[one] for one in against if one != name}}
     seconds: dict[str, list[float]] = {name: [] for name in configs}
     with ExitStack() as stack:
         engines = {}
@@ -121,7 +122,8 @@ def compare(kind: Archetype, checkpoint: Checkpoint, cost: Measured, rounds: int
             engines[one] = assemble(checkpoint, config)
             stack.callback(engines[one].core.close)
         for number in range(rounds):
-            for one, engine in engines.items():
+            for one in list(engines)[:: -1 if number % 2 else 1]:
+                engine = engines[one]
                 engine.core.cache.drop_cached()
                 result = serve(engine, kind.turns, seed=100 * number + 7)
                 seconds[one].append(GOALS[kind.goal](result))
@@ -149,6 +151,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--calibration", type=Path, default=Path("calibration.json"))
     parser.add_argument("--only", nargs="+", choices=ARCHETYPES, default=list(ARCHETYPES))
+    parser.add_argument("--against", nargs="+", choices=sweep(EngineConfig()), help="a part of the sweep")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path, help="figures are added to those of an earlier call")
     asked = parser.parse_args()
@@ -159,8 +162,9 @@ def main() -> None:
         fit.cost.save(asked.calibration, machine=machine(), error=fit.error)
     cost, checkpoint = Measured.open(asked.calibration), open_checkpoint(path)
     figures = json.loads(asked.json.read_text()) if asked.json is not None and asked.json.exists() else {}
+    against = asked.against or list(sweep(EngineConfig()))
     for name in asked.only:
-        figures[name] = {"machine": machine(), **compare(ARCHETYPES[name], checkpoint, cost, asked.rounds)}
+        figures[name] = {"machine": machine(), **compare(ARCHETYPES[name], checkpoint, cost, asked.rounds, against)}
         if asked.json is not None:
             asked.json.write_text(json.dumps(figures, indent=1) + "\n")
     for name, of in figures.items():

@@ -105,11 +105,13 @@ def draw(url: str, folder: Path) -> None:
     assert path, "this draws with a browser: apt-get install -y --no-install-recommends chromium"
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        pages = {}
         for name, scheme in (("memory-view.png", "light"), ("memory-view-dark.png", "dark")):
-            page = browser.new_page(viewport={"width": 1440, "height": 900}, color_scheme=scheme)
-            page.goto(f"{url}/ui/")
-            page.locator("#link.live").wait_for()
-            page.wait_for_timeout(6500)  # it gives its advice every five seconds
+            pages[name] = browser.new_page(viewport={"width": 1440, "height": 900}, color_scheme=scheme)
+            pages[name].goto(f"{url}/ui/")
+            pages[name].locator("#link.live").wait_for()
+        for name, page in pages.items():
+            page.wait_for_timeout(1000)
             page.screenshot(path=folder / name, full_page=True)
         browser.close()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from bench import growth, layouts, paging, paper_table, resume
+from bench import growth, layouts, paging, paper_table, resume, scale
 from bench.peers import compare
 
 from octavo.bench.compare import variants
@@ -124,3 +124,11 @@ def test_choices_share_the_prompt_and_beams_more() -> None:
     work = paper_table.lengths("alpaca", 20)
     parallel, beam = ([paper_table.saved(work, kind, width) for width in (2, 4)] for kind in ("parallel", "beam"))
     assert 0 < parallel[0] < parallel[1] < beam[0] < beam[1] < 75
+
+
+def test_the_simulator_is_timed_on_requests_that_are_made_as_they_come() -> None:
+    found = scale.measure(200, 60.0, prefix_caching=False)
+    made = list(scale.arrivals(200, 60.0, 1))
+    assert found["finished"] == 200 and found["seconds"] > made[-1].at
+    assert found["output_tokens"] == sum(one.num_output for one in made)
+    assert found["times_real_time"] > 0 and found["peak_rss_bytes"] > 1 << 20

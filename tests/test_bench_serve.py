@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bench import client_check
 from typer.testing import CliRunner, Result
 
 from octavo.bench import charts, loads, report
@@ -326,6 +328,21 @@ def test_optional_fields_are_left_out_where_they_are_refused(scripted: Scripted)
     scripted.refuses = ("prompt",)
     with pytest.raises(OctavoError, match=r"status 400, prompt is unknown; a server that .* --prompts text$"):
         run(scripted, plan())
+
+
+def test_two_clients_see_the_same_answers(scripted: Scripted) -> None:
+    async def both() -> list[dict[str, float]]:
+        tee = client_check.Tee(scripted.server_address[1])
+        async with await asyncio.start_server(tee.client, "127.0.0.1", 0) as server:
+            url = "http://127.0.0.1:{}".format(*server.sockets[0].getsockname()[1:])
+            work = [Work([number, 2], 5) for number in range(6)]
+            return await asyncio.gather(*(client_check.ask_all(url, work, 2, 0.0) for _ in range(2)))
+
+    for found in asyncio.run(both()):
+        assert set(found) >= set(client_check.NAMES)
+        assert found["output_throughput"] == pytest.approx(5 * found["request_throughput"])  # as the server counts them
+        assert 0 < found["median_ttft_ms"] <= found["median_e2el_ms"]
+    assert sorted(asked["prompt"][0] for asked in scripted.asked) == list(range(6))  # each was asked once
 
 
 def test_servers_take_turns() -> None:

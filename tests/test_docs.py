@@ -85,7 +85,7 @@ def test_every_command_has_its_help_in_the_docs() -> None:
     expected = {"octavo --help"}
     for group in ("", "bench "):
         shown = run(["octavo", *group.split(), "--help"]).stdout.split("Commands:")[1]
-        expected |= {f"octavo {group}{name} --help" for name in re.findall(r"^  (\w+) ", shown, re.MULTILINE)}
+        expected |= {f"octavo {group}{name} --help" for name in re.findall(r"^  ([\w-]+) ", shown, re.MULTILINE)}
     assert expected == {command for name, command, _ in shell_lines() if name == "docs/cli.md"}
 
 

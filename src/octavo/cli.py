@@ -1072,7 +1072,8 @@ def bench_serve(
     url: Annotated[list[str], typer.Option(help="A server; may be given again, to compare it with the first.")],
     name: Annotated[list[str] | None, typer.Option(help="What to call it; may be given again, in their order.")] = None,
     model: Annotated[
-        str | None, typer.Option(help="As the servers name it; the default is the first they list.")
+        list[str] | None,
+        typer.Option(help="As the servers name it, or each in their order; the default is the first they list."),
     ] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="OPENAI_API_KEY", show_envvar=True, help="What the servers ask for.")
@@ -1202,9 +1203,11 @@ def bench_serve(
         price=None if price_per_hour is None else Price(price_per_hour, output_weight),
     )
     names: list[str | None] = [*(name or []), *[None] * len(url)]
+    known = model or []
+    models: list[str | None] = [*known, *[known[0] if len(known) == 1 else None] * len(url)]
     targets = [
-        serving.Target.find(one, called, model, api_key, endpoint.value, as_text, vocab_size)
-        for one, called in zip(url, names, strict=False)
+        serving.Target.find(one, called, served, api_key, endpoint.value, as_text, vocab_size)
+        for one, called, served in zip(url, names, models, strict=False)
     ]
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     on = machine()

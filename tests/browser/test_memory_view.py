@@ -21,9 +21,10 @@ CHECK_DELTAS = """() => {
     told.call(this, data);
     window.deltas++;
     for (const tier of this.tiers) {
-      const {states, total} = data.stats.tiers[tier.name];
+      const told = data.stats.tiers[tier.name], {states, total, free, referenced, cached} = told;
       const same = pool.about.states.every((state, i) => tier.counts[i] === states[state]);
-      if (!same || tier.size !== total) window.wrong.push([data.seq, tier.name, [...tier.counts], states]);
+      const audited = tier.counts[0] === free && free + referenced + cached === total;
+      if (!same || !audited || tier.size !== total) window.wrong.push([data.seq, tier.name, [...tier.counts], told]);
     }
   };
 }"""

@@ -38,7 +38,7 @@ def takes(dtype: str, model: ModelConfig = SMOLLM2, **options: bool) -> bool:
 
 def test_the_model_of_the_catalogue_was_measured(model_path: Path) -> None:
     [known] = [known for known in KNOWN if known.name == "SmolLM2-135M"]
-    assert set(known.costs) == set(KV_BITS) - {"bf16"}
+    assert set(known.costs) == set(BOUNDS) == set(KV_BITS) - {"bf16", "fp32"}
     assert open_checkpoint(model_path).config.vocab_size == SMOLLM2.vocab_size
     assert kv_costs.told(EngineConfig(kv_cache_dtype="int8"), open_checkpoint(model_path).config) is not None
     for dtype in KV_BITS:
@@ -66,7 +66,7 @@ def test_of_an_unknown_model_int4_has_to_be_measured_first() -> None:
 
 def test_the_cost_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_costs, "KNOWN", (KNOWN[0]._replace(costs={"int8": Cost(0.14, 0.1)}),))
-    told = [kv_costs.told(EngineConfig(kv_cache_dtype=dtype), SMOLLM2) for dtype in ("auto", "bf16", "int8", "fp8")]
+    told = [kv_costs.told(EngineConfig(kv_cache_dtype=dtype), SMOLLM2) for dtype in ("auto", "fp32", "int8", "fp8")]
     assert told[:3] == [None, None, "keys and values in int8: perplexity +0.14 ± 0.1 % on SmolLM2-135M"]
     assert told[3] is not None and "fp8_e4m3: what that costs this model was not measured" in told[3]
 
@@ -93,7 +93,9 @@ def test_the_engine_in_its_process_tells_the_cost(folder: Path, caplog: pytest.L
 
     with caplog.at_level("INFO"):
         asyncio.run(start())
-    assert "keys and values in int8: what that costs this model was not measured" in caplog.text
+    told = [(record.name, record.message) for record in caplog.records if "keys and values" in record.message]
+    about = "keys and values in int8: what that costs this model was not measured (octavo bench quality MODEL)"
+    assert told == [("octavo.engine.process", about)]
 
 
 def test_the_command_line_names_the_flag(

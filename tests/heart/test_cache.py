@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from octavo.cache.explain import Explainer
 from octavo.cache.invariants import check
 from octavo.cache.manager import Admission, CacheManager, Wait
 from octavo.cache.page_table import PageTable
@@ -194,6 +195,16 @@ def test_a_hit_refreshes_what_everybody_shares() -> None:
         assert len(match.nodes) == 4, f"the shared pages are gone after {number} one-off prompts"
         cache.release(admit(cache, [*system, 100 + number, 7]))
         cache.release(admit(cache, [1000 + number] * 7))
+
+
+@pytest.mark.parametrize("kv_quota", [1.0, 0.9])
+def test_whatever_way_pages_are_forgotten_they_are_counted_and_remembered(kv_quota: float) -> None:
+    cache = CacheManager(4, 4, kv_quota=kv_quota)
+    explainer = Explainer(cache)
+    cache.release(admit(cache, list(range(8))))
+    cache.release(admit(cache, list(range(50, 62))))  # its third page takes the place of the other's second
+    assert len(cache.index.match((), array("i", range(8))).nodes) == 1
+    assert cache.tiers.stats.pages_dropped == cache.stats.pages_evicted == len(explainer._forgotten) == 1
 
 
 def test_evicting_one_page_leaves_the_rest_of_the_path_findable() -> None:

@@ -160,10 +160,8 @@ def report(found: dict[str, Any]) -> Iterator[str]:
         f"  books      {found['lookup_ns']:.0f} ns more for a token looked up, {found['keep_ns']:.0f} ns for one kept; "
         f"a token takes {found['token_us']:,.0f} µs: {found['cost_percent']:.3f} %"
     )
-    yield (
-        f"  time       {found['seconds_without']:.2f} s a round without the cache, {found['gain_percent']:.1f} % less with it "
-        f"(half of the rounds {low:.1f} … {high:.1f} %)"
-    )
+    less = f"{found['gain_percent']:.1f} % less with it (half of the rounds {low:.1f} … {high:.1f} %)"
+    yield f"  time       {found['seconds_without']:.2f} s a round without the cache, {less}"
     yield f"  {verdict(found)}"
 
 

@@ -59,10 +59,14 @@ class Target:
     def find(
         cls, url: str, name: str | None, model: str | None, key: str | None, path: Any, as_text: bool, vocab: int | None
     ) -> Target:
-        """Ask the server for its model. Raises OctavoError."""
-        endpoint = Endpoint(url, key)
-        told = endpoint.models()
-        chosen = next((one for one in told if one["id"] == model), told[0])
+        """Ask the server for its model, and which tokens that knows. Raises OctavoError where none is told or given."""
+        endpoint, told = Endpoint(url, key), list[dict[str, Any]]()
+        try:
+            told = endpoint.models()
+        except OctavoError:
+            if model is None:
+                raise
+        chosen = next((one for one in told if one["id"] == (model or one["id"])), {"id": model})
         meta = chosen.get("meta")
         vocab = vocab or (meta.get("n_vocab") if isinstance(meta, dict) else None) or VOCAB_SIZE
         return cls(name or endpoint.authority, endpoint, model or str(chosen["id"]), path, as_text, int(vocab))

@@ -71,7 +71,7 @@ ARCHETYPES = {
         Archetype("mixed", "a batch of all lengths", "throughput", 640, 3 * 640, _mixed(32)),
         Archetype(
             "uniform", "a batch of full length", "throughput", 256, 8 * 256,
-            [Turn(0.0, number, 208, 48) for number in range(24)],
+            [Turn(0.0, number, 208, 48) for number in range(16)],
         ),
         Archetype(
             "system", "all begin with one system prompt", "throughput", 512, 4 * 512,
@@ -79,7 +79,7 @@ ARCHETYPES = {
         ),
         Archetype(
             "documents", "long documents, short answers", "throughput", 2048, 2 * 2048,
-            [Turn(0.0, number, 1000, 16) for number in range(8)],
+            [Turn(0.0, number, 1000, 16) for number in range(6)],
         ),
         Archetype(
             "agents", "six sessions return after a pause", "latency", 1024, 1024,

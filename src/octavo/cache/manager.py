@@ -346,11 +346,15 @@ class CacheManager:
 
     def _grow(self, table: PageTable, num_pages: int) -> None:
         before = len(table.pages)
-        free = self.pool.take_free(num_pages - before)
-        table.pages.extend(free)
-        self._taken(len(free))
-        for _ in range(num_pages - len(table.pages)):
-            table.pages.append(self._take(table))
+        table.pages.extend(self.pool.take_free(num_pages - before))
+        if len(table.pages) < num_pages:
+            self.tiers.blame("evicted", table.request, table.owner)
+            for _ in range(num_pages - len(table.pages)):
+                if self.pool.num_free == 0:
+                    self._evict()
+                table.pages.append(self.pool.take())
+            self.tiers.blame()
+        self._taken(num_pages - before)
         if self.tiers.watch is not None:
             self.tiers.watch.hold(table, table.pages[before:])
 

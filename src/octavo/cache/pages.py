@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 
@@ -64,11 +64,11 @@ class PagePool:
     @property
     def num_available(self) -> int:
         """Pages that can be had: free ones, and cached ones at the price of moving or forgetting them."""
-        return self.num_free + len(self._cached) + len(self._kept)
+        return self.num_pages - self.num_referenced
 
     @property
     def num_referenced(self) -> int:
-        return self.num_pages - self.num_available
+        return self._num_used - len(self._free) - len(self._cached) - len(self._kept)
 
     def refs(self, page: int) -> int:
         """How many holders name the page."""
@@ -128,6 +128,17 @@ class PagePool:
                 (self._kept if kept else self._cached)[page] = Released(now, self._num_releases)
             else:
                 self._free.append(page)
+
+    def release_unfindable(self, pages: Iterable[int]) -> None:
+        """One holder less of each of these pages, none of which is findable."""
+        refs, free = self._refs, self._free.append
+        if self.changed is not None:
+            pages = list(pages)
+            self.changed.update(pages)
+        for page in pages:
+            refs[page] -= 1
+            if not refs[page]:
+                free(page)
 
     def evict(self, page: int) -> None:
         """Free a cached page."""

@@ -174,6 +174,7 @@ class Tiers:
         self._next_number = 0
         self.watch: Watch | None = None
         self.explainer: Explainer | None = None
+        self._alone = not any(pool.num_pages for pool in pools[Tier.HOST :])
         self._quota = int(pools[Tier.DEVICE].num_pages * quota) if quota < 1 else None
         # with a quota: each owner's cached device pages, coldest first, and who has too many of them
         self._idle: dict[str, OrderedDict[int, None]] = {}
@@ -193,10 +194,15 @@ class Tiers:
 
     def release_pages(self, pages: Iterable[int]) -> None:
         """One holder less of each of these pages of the device tier, in this order."""
+        if not self.index:
+            self.pools[Tier.DEVICE].release_unfindable(pages)
+            return
         find, release = self.index.page_nodes(Tier.DEVICE).get, self.pools[Tier.DEVICE].release
         for page in pages:
-            if find(page) is None:
+            if (node := find(page)) is None:
                 release(page, findable=False)
+            elif self._quota is None:
+                release(page, findable=True, kept=node.kept, now=self.now)
             else:
                 self.release(Place(Tier.DEVICE, page))
 
@@ -238,8 +244,18 @@ class Tiers:
 
     def evict(self, tier: Tier) -> None:
         """Free the coldest cached page of a tier."""
-        page = self.pools[tier].coldest(self.now)
-        self.leave(self.index.node_of(page, tier), tier)
+        pool = self.pools[tier]
+        page = pool.coldest(self.now)
+        node = self.index.node_of(page, tier)
+        if self._alone and self._quota is None and not node.children:  # as nearly always, without going all the ways
+            self.index.take(node, tier)
+            pool.evict(page)
+            if self.explainer is not None:
+                self.explainer.forget(node)
+            self.index.remove(node)
+            self.stats.pages_dropped += 1
+        else:
+            self.leave(node, tier)
 
     def leave(self, node: Node, tier: Tier, *, alone: bool = False) -> bool:
         """Free a node's cached page of this tier. Where it is the last copy, it goes to a tier below or is forgotten,
@@ -286,6 +302,8 @@ class Tiers:
 
         What could not be copied is tried again when it must leave, and not before: a full disk keeps nobody busy.
         """
+        if self._alone:
+            return
         pools = self.pools
         for tier in (Tier.DEVICE, Tier.HOST):
             count = min(AHEAD, sum(pool.num_pages for pool in pools[tier + 1 :]) // 4)

@@ -57,7 +57,7 @@ from octavo.scheduler.limits import Limits
 from octavo.scheduler.scheduler import SchedulerStats
 from octavo.types import Note, Output, Request, SamplingParams, SessionInfo, Tier
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("octavo.engine.process")  # where it runs by itself, __name__ says less
 
 CHUNK = 1 << 20
 """Bytes read at most between two steps: a flood of commands delays no step for long."""

@@ -164,7 +164,7 @@ def _choices(
         "max_num_seqs": (config.max_num_seqs, *(count for count in (16, 64, 256, 1024) if count < len(work.demands))),
         "max_num_batched_tokens": (config.max_num_batched_tokens, 512, 1024, 4096, 8192),
         "block_size": pages,
-        "kv_cache_dtype": dtypes if config.kv_cache_dtype in dtypes else (config.kv_cache_dtype,),
+        "kv_cache_dtype": (config.kv_cache_dtype, *(dtypes if config.kv_cache_dtype in dtypes else ())),
         "enable_prefix_caching": (True, False),
         "swap_space": (config.swap_space, 0.0, *(sorted(host_gib) if work.alike else ())),
         "kv_layout": ("paged", "contiguous"),  # last, since reservations exclude the two above
@@ -232,8 +232,8 @@ class _Search:
     def best(self) -> Settings:
         """The better of two searches: with the host tier as it is, and from the largest, as it may take more to pay."""
         starts = [self.start, self.start | {"swap_space": max(self.knobs["swap_space"])}]
-        found = [(cost, self._climb(start)) for start in starts if (cost := self.cost(start)) is not None]
-        ends = [(cost, end) for _, end in found if (cost := self.cost(end)) is not None]
+        found = [self._climb(start) for start in starts if self.cost(start) is not None]
+        ends = [(cost, end) for end in found if (cost := self.cost(end)) is not None]
         least = min(cost for cost, _ in ends)
         return next(end for cost, end in ends if cost <= least * (1 + TIE))
 
@@ -303,7 +303,8 @@ def _reason(
         )
         if wide <= narrow:
             return "fewer bits would not gain enough to risk quality"
-        return f"{narrow:,} bytes a token instead of {wide:,}, at little cost in quality (docs/kv-dtypes.md)"
+        cost = "at a cost in quality" if value == "int4" else "at little cost in quality"
+        return f"{narrow:,} bytes a token instead of {wide:,}, {cost} (docs/kv-dtypes.md)"
     if name == "enable_prefix_caching":
         return f"{result.hit_rate:.0%} of the prompts' tokens are found" if value else "nothing is found in it"
     found = f"{result.hit_rate:.0%} of the prompts' tokens are found"

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from octavo.planner.advisor import Advice, Recommendation, command
+from octavo.planner.advisor import Advice, command
 from octavo.planner.known import Shape
 from octavo.planner.memory import Plan, Room
 
@@ -63,7 +63,7 @@ def advice_document(model: str, advice: Advice) -> dict[str, Any]:
     }
 
 
-def advice_lines(model: str, advice: Advice) -> Iterator[str | Table]:
+def advice_lines(model: str, advice: Advice) -> Iterator[str]:
     """What is recommended, with reasons, and the command that serves so."""
     plan, result = advice.plan, advice.result
     if advice.room is not None:
@@ -71,24 +71,18 @@ def advice_lines(model: str, advice: Advice) -> Iterator[str | Table]:
         yield f"{advice.workload}: {lengths}; goal: {advice.goal}; {advice.num_trials} trials"
     yield f"{_device(plan)}: {plan.pool_bytes:,} bytes for pages, {plan.pool_tokens:,} tokens in {plan.kv_dtype}"
     yield ""
-    table = Table(box=None, padding=(0, 0, 0, 1), pad_edge=False)
-    for title in ("option", "advice", "instead of", "gain", "why"):
-        table.add_column(title, justify="right" if title == "gain" else "left")
     for one in advice.recommendations:
-        table.add_row("--" + one.option.replace("_", "-"), *_choice(one), one.reason)
-    yield table
+        value, other = (str(value).lower() if isinstance(value, bool) else value for value in (one.value, one.other))
+        option = f"--{one.option.replace('_', '-')} {value}"
+        gain = "" if other == value else "impossible: " if one.gain is None else f"{one.gain:.2f} ×: "
+        yield f"{option:<30} {'' if other == value else f'instead of {other}, {gain}'}{one.reason}"
     yield ""
     rates = f"{result.output_tokens_per_s:,.1f} tokens/s out, requests of {result.request_s:,.2f} s"
-    yield f"predicted    {rates} (99th percentile {result.request_p99_s:,.2f} s), {result.running:,.1f} at once"
-    yield f"gain         {advice.gain:.2f} × over the options as they were given"
+    yield f"Predicted: {rates} (99th percentile {result.request_p99_s:,.2f} s), {result.running:,.1f} at once;"
+    yield f"{advice.gain:.2f} times as good as the options that were given."
     yield from advice.paging
     yield ""
     yield " ".join(command(model, advice.config))
-
-
-def _choice(one: Recommendation) -> tuple[str, str, str]:
-    told = [str(value).lower() if isinstance(value, bool) else f"{value}" for value in (one.value, one.other)]
-    return told[0], told[1], f"{one.gain:.2f} ×" if one.gain is not None else "–"
 
 
 def _memory(plans: Sequence[Plan]) -> Table:

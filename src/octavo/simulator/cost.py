@@ -34,7 +34,9 @@ class Load(NamedTuple):
     num_stored: int = 0
 
     def __add__(self, other: Load) -> Load:  # type: ignore[override]  # of tuples it means something else
-        return Load(*map(int.__add__, self, other))
+        rows, draws, seen, pairs, stored = self
+        more_rows, more_draws, more_seen, more_pairs, more_stored = other
+        return Load(rows + more_rows, draws + more_draws, seen + more_seen, pairs + more_pairs, stored + more_stored)
 
 
 def load_of(slices: Iterable[tuple[int, int, int]]) -> Load:

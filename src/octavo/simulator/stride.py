@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.sequence import Sequence
 from octavo.simulator.cost import Load
+from octavo.simulator.traces import numbers
 
 
 class _Steady:
@@ -179,4 +180,4 @@ class Stride:
         sequence = one.sequence
         tokens, length = sequence.token_ids, one.base + self._step + 1
         if len(tokens) < length:
-            tokens.extend(range(sequence.seed + len(tokens), sequence.seed + length))
+            tokens.extend(numbers(sequence.seed + len(tokens), sequence.seed + length))

@@ -48,6 +48,13 @@ def tokens_of(run: int, count: int) -> array[int]:
     return tokens
 
 
+def numbers(start: int, stop: int) -> Iterable[int]:
+    """Those from `start` on, and below `stop`; copied where they are small."""
+    if stop >> 20:
+        return range(start, stop)
+    return _numbers(stop.bit_length())[start:stop]
+
+
 @cache
 def _numbers(bits: int) -> array[int]:
     return array("i", range(1 << bits))

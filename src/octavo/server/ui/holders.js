@@ -62,7 +62,7 @@ export class Holders {
     const keyed = found.map((of) => [column.of(pool, of), of]);
     keyed.sort(([a, x], [b, y]) => (a < b ? -1 : a > b ? 1 : y.id - x.id) * (sort.down ? -1 : 1));
     const items = keyed.slice(0, this.most).map(([, of]) => of);
-    const busy = this.body.matches(":hover") || this.body.contains(document.activeElement);
+    const busy = this.body.matches(":hover") || this.body.querySelector(":focus-visible") !== null;
     this.rows.show(items, (of) => of.id, busy && !sorted && !wanted);
     const more = $("holders-more");
     const left = found.length - items.length;

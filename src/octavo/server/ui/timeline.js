@@ -10,6 +10,7 @@ const DRAWN = STACK.filter((state) => state !== "free");
 const GAP_S = 4; // two samples further apart than this are not joined
 const AXIS = 66;
 const SHORTEST_S = 60;
+const FONT = "Inter, system-ui, sans-serif";
 const MARKS = [
   { label: "evicted", colour: "--muted", of: (sample) => sample.evicted },
   { label: "swapped", colour: "--shared", of: (sample) => sample.swapped_out + sample.swapped_in },
@@ -61,8 +62,9 @@ export class Timeline {
     this.latency?.destroy();
     $("plots").replaceChildren();
     const cursor = { sync: { key: "octavo", setSeries: false }, drag: { x: false, y: false }, points: { size: 6 } };
-    const axis = { stroke: css("--muted"), grid: { stroke: css("--line"), width: 1 }, ticks: { show: false }, font: "11px Inter, system-ui, sans-serif", size: AXIS };
-    const time = { ...axis, size: 28, values: (_, ticks) => ticks.map((tick) => clock(tick, this.#seconds())), space: 90 };
+    const k = (this.scale = scale());
+    const axis = { stroke: css("--muted"), grid: { stroke: css("--line"), width: 1 }, ticks: { show: false }, font: `${11 * k}px ${FONT}`, size: AXIS * k };
+    const time = { ...axis, size: 28 * k, values: (_, ticks) => this.#times(ticks), space: 90 * k };
     const common = { legend: { show: false }, cursor, padding: [0, 8, 0, 0] };
     const key = { hooks: { setCursor: [(plot) => this.#key(plot.cursor.idx)] } };
     const seen = () => this.pool.tier(this.tier)?.size ?? 1;
@@ -70,7 +72,7 @@ export class Timeline {
     const stacked = DRAWN.toReversed();
     this.memory = new uPlot({
       ...common, ...key, ...this.#box(0.6),
-      padding: [LANE * MARKS.length + TOP, 8, 6, 0],
+      padding: [(LANE * MARKS.length + TOP) * k, 8, 6, 0],
       scales: { x: { range: () => this.#range() }, y: { range: () => [0, seen()] } },
       axes: [{ ...time, show: true, size: 0, values: () => [] }, { ...axis, splits: () => [0, 0.25, 0.5, 0.75, 1].map((share) => share * seen()), values: (_, ticks) => ticks.map((n) => (n ? bytes(n * this.pool.about.page_bytes) : "0")) }],
       series: [{}, ...stacked.map((state) => ({ label: state, fill: css(`--${state}`), stroke: css(`--${state}`), width: 0.5, points: { show: false } }))],
@@ -95,6 +97,7 @@ export class Timeline {
   }
 
   size() {
+    if (this.names && this.scale !== scale()) return this.#make();
     this.memory?.setSize(this.#box(0.6));
     this.latency?.setSize(this.#box(0.4));
   }
@@ -130,19 +133,20 @@ export class Timeline {
     this.#key(this.memory.cursor.idx);
   }
 
-  #seconds() {
-    const [start, end] = this.#range();
-    return end - start < 240;
+  /** Times of day, but none where the edge would cut it. */
+  #times(ticks) {
+    const [start, end] = this.#range(), long = end - start;
+    return ticks.map((tick) => (tick > end - 0.06 * long ? "" : clock(tick, long < 240)));
   }
 
   // ── marks ──
 
   #marks(plot) {
     const { ctx } = plot;
-    const ratio = devicePixelRatio;
+    const ratio = devicePixelRatio * this.scale;
     const { left, top, width } = plot.bbox;
     ctx.save();
-    ctx.font = `${10 * ratio}px Inter, system-ui, sans-serif`;
+    ctx.font = `${10 * ratio}px ${FONT}`;
     ctx.textBaseline = "middle";
     ctx.textAlign = "right";
     const [start, end] = this.#range();
@@ -204,6 +208,9 @@ export class Timeline {
     say(this.keys[DRAWN.length + 1], sample?.itl_s ? quick(sample.itl_s) : "–");
   }
 }
+
+/** How much larger than usual texts are here. */
+const scale = () => Number.parseFloat(getComputedStyle(document.documentElement).fontSize) / 14;
 
 /** A decade at least, with whole ones at the ends. */
 function decades(low, high) {

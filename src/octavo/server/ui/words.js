@@ -34,14 +34,14 @@ export function span(s) {
 /** How quick something was: 850 µs, 21 ms, 1.24 s. */
 export function quick(s) {
   if (s < 0.001) return `${Math.round(s * 1e6)} µs`;
-  if (s < 1) return `${s < 0.00995 ? (s * 1e3).toFixed(1) : Math.round(s * 1e3)} ms`;
+  if (s < 0.9995) return `${s < 0.00995 ? (s * 1e3).toFixed(1) : Math.round(s * 1e3)} ms`;
   return s < 100 ? `${s.toFixed(s < 10 ? 2 : 1)} s` : span(s);
 }
 
 /** A name that a client chose: what cannot be seen or turns the text around becomes visible, and it is cut. */
 export function name(text, most = 64) {
   const seen = String(text).slice(0, 4 * most + 8)
-    .replace(/[\p{Cc}\p{Cf}\p{Co}\p{Cn}\p{Cs}\u2028\u2029\u115f\u1160\u3164\uffa0]/gu, "\ufffd")
+    .replace(/(?![\u200c\u200d])[\p{Cc}\p{Cf}\p{Co}\p{Cn}\p{Cs}\u2028\u2029\u115f\u1160\u3164\uffa0]/gu, "\ufffd")
     .replace(/(\p{M}{4})\p{M}+/gu, "$1");
   const points = Array.from(seen);
   return points.length > most ? `${points.slice(0, most - 1).join("")}…` : points.join("");
