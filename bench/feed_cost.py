@@ -54,6 +54,7 @@ LENGTH = 16 * 160
 async def watched(args: argparse.Namespace, server: Server, vocab_size: int) -> dict[str, Any]:
     speeds: dict[str, list[float]] = {"alone": [], "watched": []}
     shares: dict[str, list[float]] = {"alone": [], "watched": []}
+    costs: dict[str, list[float]] = {"alone": [], "watched": []}
     ratios = []
     for number in range(args.rounds + 1):
         requests = WORKLOADS["mixed"].make(args.requests if number else 4, vocab_size, random.Random(number))
@@ -64,12 +65,13 @@ async def watched(args: argparse.Namespace, server: Server, vocab_size: int) -> 
                 watcher = await Connection.open(server.endpoint)
                 watcher.send(MAP, None, "GET")
                 await asyncio.sleep(0.3)
-            before = cpu_seconds(server.pid)
+            before, engine = cpu_seconds(server.pid), cpu_seconds(server.engine_pid)
             tokens, seconds = await serve_all(server.endpoint, requests, CLIENTS)
             speed[side] = tokens / seconds
             if number:
                 speeds[side].append(round(speed[side], 2))
                 shares[side].append(round((cpu_seconds(server.pid) - before) / seconds, 4))
+                costs[side].append(round(1e3 * (cpu_seconds(server.engine_pid) - engine) / tokens, 4))
             if watcher is not None:
                 assert watcher.reply.status == 200
                 watcher.close()
@@ -79,9 +81,11 @@ async def watched(args: argparse.Namespace, server: Server, vocab_size: int) -> 
     return {
         "output_tokens_per_s": speeds,
         "server_cores": shares,
+        "engine_ms_per_token": costs,
         "ratios": [round(ratio, 4) for ratio in ratios],
         "median_ratio": round(statistics.median(ratios), 4),
         "median_server_cores": {side: round(statistics.median(values), 4) for side, values in shares.items()},
+        "median_engine_ms_per_token": {side: round(statistics.median(values), 4) for side, values in costs.items()},
     }
 
 
@@ -125,10 +129,10 @@ class Conversations:
         prompt = self.prompts[session]
         self.core.add(Request(str(self.number), prompt, params, ("key", "a"), tenant="a", session_id=f"s{session}"))
 
-    def run(self, num_steps: int) -> None:
-        """So many steps of 100 sequences; who ends is followed by another."""
+    def run(self, num_steps: int, num_running: int) -> None:
+        """So many steps of so many sequences; who ends is followed by another."""
         for _ in range(num_steps):
-            while self.core.scheduler.num_running + self.core.scheduler.num_waiting < 100:
+            while self.core.scheduler.num_running + self.core.scheduler.num_waiting < num_running:
                 session = self.chance.randrange(len(self.prompts))
                 self.prompts[session] += [self.chance.randrange(50_000) for _ in range(40)]
                 self.ask(session, self.chance.randrange(20, 200))
@@ -168,7 +172,7 @@ async def update(args: argparse.Namespace) -> dict[str, Any]:
     snapshot_s = time.thread_time() - began
     told, taken, sizes, changed = [], [], [], []
     for number in range(args.updates):
-        made.run(args.steps)
+        made.run(args.steps, args.running)
         sent.clear()
         changed.append(observing._watch.num_changed if observing._watch is not None else 0)
         began = time.thread_time()
@@ -203,6 +207,7 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=100_000)
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--steps", type=int, default=4, help="between two updates")
+    parser.add_argument("--running", type=int, default=100, help="sequences in a step of the control plane")
     args = parser.parse_args()
     on = machine()
     results: dict[str, Any] = {"update": asyncio.run(update(args))} if args.updates else {}

@@ -106,6 +106,6 @@ class WatchedLife(Life):
         self.look()
 
 
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", [0, 1, 2, 4, 6])
 def test_a_map_that_is_kept_is_one_made_anew(number: int) -> None:
     WatchedLife(number).live_on(150)
