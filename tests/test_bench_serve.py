@@ -336,7 +336,9 @@ def test_two_clients_see_the_same_answers(scripted: Scripted) -> None:
         async with await asyncio.start_server(tee.client, "127.0.0.1", 0) as server:
             url = "http://127.0.0.1:{}".format(*server.sockets[0].getsockname()[1:])
             work = [Work([number, 2], 5) for number in range(6)]
-            return await asyncio.gather(*(client_check.ask_all(url, work, 2, 0.0) for _ in range(2)))
+            found = await asyncio.gather(*(client_check.ask_all(url, work, 2, 0.0) for _ in range(2)))
+        await asyncio.wait(tee.open)
+        return found
 
     for found in asyncio.run(both()):
         assert set(found) >= set(client_check.NAMES)
