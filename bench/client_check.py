@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import pairwise
 from multiprocessing import get_context
 from typing import Any
@@ -88,6 +88,7 @@ class Tee:
     """Answers two clients that ask for the same with what a server answers one. Short answers are asked for alone."""
 
     def __init__(self, port: int) -> None:
+        self.open: set[asyncio.Task[None]] = set()
         self._port = port
         self._waiting: dict[str, tuple[asyncio.StreamWriter, asyncio.Event]] = {}
 
@@ -96,7 +97,10 @@ class Tee:
 
     async def client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a connection to its end."""
-        with suppress(ConnectionError, asyncio.IncompleteReadError):
+        task = asyncio.current_task()
+        assert task is not None
+        self.open.add(task)
+        with suppress(ConnectionError, asyncio.IncompleteReadError), closing(writer):
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 length = LENGTH.search(head)
