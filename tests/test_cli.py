@@ -219,10 +219,12 @@ def test_the_version_and_help_need_no_model() -> None:
     assert re.findall(r"^  (\w+)  ", out, re.MULTILINE) == [
         "generate",
         "chat",
+        "top",
         "serve",
         "pull",
         "plan",
         "simulate",
+        "advise",
         "bench",
     ]
 

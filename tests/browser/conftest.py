@@ -21,9 +21,12 @@ KEYS = ("--api-key", "alpha", "--api-key", "beta", "--admin-api-key", "boss")
 View = Callable[..., Page]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
-    """Debian's browser. Nothing is skipped for the want of it."""
+    """Debian's browser. Nothing is skipped for the want of it.
+
+    Not for the session: while it is there its driver runs the thread's event loop, and no other test may.
+    """
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     assert path, "these tests drive a browser: apt-get install -y --no-install-recommends chromium"
     with sync_playwright() as playwright:
