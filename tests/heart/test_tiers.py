@@ -732,6 +732,24 @@ def test_a_save_larger_than_the_disk_says_what_is_missing() -> None:
     assert kv.cache.tiers.num_saving == 0
 
 
+@pytest.mark.parametrize("ok", [True, False])
+def test_a_save_waits_for_copies_that_were_begun_before(ok: bool) -> None:
+    cache = CacheManager(4, BLOCK, num_disk_pages=40)
+    admission = cache.admit(prompt(1, 3), ("",))
+    assert isinstance(admission, Admission)
+    cache.commit(admission.table, prompt(1, 3), 3 * BLOCK)
+    cache.release(admission.table)
+    cache.take_page_ops()
+    assert len(cache.tiers.moves) == 3  # ahead of need
+    cache.tiers.save()
+    assert cache.take_page_ops() == []
+    for left in (2, 1, 0):
+        assert cache.tiers.num_saving == left + 1
+        cache.ended([Moved(min(cache.tiers.moves), ok)])
+        assert cache.tiers.num_saving == left
+    assert cache.tiers.num_unsaved == (0 if ok else 3)
+
+
 def test_a_head_is_on_disk_before_its_tail() -> None:
     """So that a process that is killed at any moment leaves only what can be found."""
     kv = Cache(4, host=2, disk=40)

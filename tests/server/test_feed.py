@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -222,13 +223,19 @@ def test_a_snapshot_says_what_it_is_of(plain: Served) -> None:
 
 
 def test_a_request_is_seen_from_its_beginning_to_its_end(plain: Served) -> None:
+    seen = Event()
+
+    def ask() -> None:
+        while not seen.is_set():  # one may be over before it is told
+            say(plain, "long", tokens(40, 2), max_tokens=400)
+
     with watching(plain) as watcher, ThreadPoolExecutor(1) as pool:
         assert watcher.names == ["snapshot"]
-        running = pool.submit(say, plain, "long", tokens(40, 2), max_tokens=400)
-        watcher.until(lambda: watcher.states()["active"] >= 4)
-        assert watcher.held()["long"] == watcher.states()["active"]
+        running = pool.submit(ask)
+        watcher.until(lambda: watcher.states()["active"] >= 4 and watcher.latest["requests"])
+        seen.set()
+        assert watcher.held()["long"] == watcher.states()["active"] + watcher.states()["idle"]
         assert watcher.holder("long")["running"] == 1
-        watcher.until(lambda: bool(watcher.latest["requests"]))
         [request] = watcher.latest["requests"]
         assert (request["session"], request["prompt_tokens"], request["max_tokens"]) == ("long", 40, 400)
         assert request["phase"] in ("prefilling", "decoding")
@@ -367,6 +374,7 @@ def test_a_page_says_whose_it_is_and_what_it_holds(keyed: Served) -> None:
     prompt = list(b"The quick brown fox jumps over the dog.")
     say(keyed, "fox", prompt, "alpha")
     with watching(keyed, "alpha") as watcher:
+        watcher.until(lambda: watcher.held().get("fox") == 2)
         number = watcher.holder("fox")["id"]
     own = [page for page, (_, who) in enumerate(watcher.pages["device"]) if who == number]
     pages = [look(keyed, f"/v1/cache/pages/device/{page}", "alpha") for page in own]

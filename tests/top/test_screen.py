@@ -180,7 +180,7 @@ def test_once_prints_tables_and_json(server: Served) -> None:
     [large] = document["holders"]
     session = server.http.get("/v1/sessions", params={"limit": 10}).json()["data"]
     [same] = [at for at in session if at["id"] == NAMES[1]]
-    assert large["name"] == NAMES[1] and large["pages"] == {"device": same["pages"]["device"], "host": 0}
+    assert large["name"] == NAMES[1] and large["pages"]["device"] == same["pages"]["device"] > 0
     assert large["bytes"]["device"] == same["bytes"]["device"] == large["pages"]["device"] * PAGE_BYTES
     assert document["stats"]["tiers"]["device"]["states"]["free"] == document["stats"]["tiers"]["device"]["free"]
 

@@ -331,11 +331,10 @@ class Tiers:
 
     def _save(self, node: Node) -> None:
         source = node.nearest
-        there = node.places[Tier.DISK] != NOWHERE or _moving_to(node, Tier.DISK)
-        if source is None or there or not node.alive:
+        if source is None or node.places[Tier.DISK] != NOWHERE or not node.alive:
             self.num_saving -= 1
             return
-        move = self._begin(node, source, Tier.DISK)
+        move = _moving_to(node, Tier.DISK) or self._begin(node, source, Tier.DISK)
         if move is None:
             self.num_saving, self.num_unsaved = self.num_saving - 1, self.num_unsaved + 1
         else:
@@ -504,5 +503,5 @@ def _elsewhere(node: Node, tier: Tier) -> bool:
     return len(node.places) - node.places.count(NOWHERE) > (node.places[tier] != NOWHERE)
 
 
-def _moving_to(node: Node, tier: Tier) -> bool:
-    return any(move.target.tier is tier for move in node.moves)
+def _moving_to(node: Node, tier: Tier) -> Move | None:
+    return next((move for move in node.moves if move.target.tier is tier), None)
