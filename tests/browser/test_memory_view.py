@@ -66,6 +66,20 @@ def row(page: Page, name: str) -> Any:
     return page.locator("#holders tbody tr").filter(has=page.get_by_text(name, exact=True))
 
 
+def cells_of(page: Page) -> list[tuple[str, int, list[tuple[int, int]]]]:
+    """The tiers as the page has them: name, pages, state and holder of each."""
+    told = page.evaluate(CELLS)
+    return [(name, size, [*zip(states, holders, strict=True)]) for name, size, states, holders in told]
+
+
+def runs_of(told: Any) -> list[tuple[str, int, list[tuple[int, int]]]]:
+    """The same as a snapshot has them."""
+    return [
+        (tier["name"], tier["num_pages"], [(run[2], run[3]) for run in tier["runs"] for _ in range(run[1])])
+        for tier in told["tiers"]
+    ]
+
+
 def test_the_map_is_what_the_server_says(served: Served, view: View) -> None:
     page = view(served.url)
     page.evaluate(CHECK_DELTAS)
@@ -75,17 +89,21 @@ def test_the_map_is_what_the_server_says(served: Served, view: View) -> None:
             pool.submit(say, served, f"chat {i % 10}", same + tokens(32 + 8 * (i % 24), i), max_tokens=24)
             pool.submit(say, served, None, tokens(40, 100 + i))
     served.settle()
-    until(lambda: page.evaluate("() => octavo.pool.seq") == snapshot(served)["seq"])
+    told: dict[str, Any] = {}
+
+    def settled() -> bool:
+        told.update(snapshot(served))
+        quiet = all(tier["referenced"] == 0 for tier in told["stats"]["tiers"].values())
+        return quiet and page.evaluate("() => octavo.pool.seq") == told["seq"] and cells_of(page) == runs_of(told)
+
+    until(settled, 10)
     assert page.evaluate("() => wrong") == []
     assert page.evaluate("() => deltas") >= 5
 
-    told = snapshot(served)
     counted = told["stats"]["tiers"]["device"]["states"]
     assert counted["idle"] and counted["cached"] and counted["shared"]
-    for (name, size, states, holders), tier in zip(page.evaluate(CELLS), told["tiers"], strict=True):
-        cells = [(run[2], run[3]) for run in tier["runs"] for _ in range(run[1])]
-        assert (name, size, [*zip(states, holders, strict=True)]) == (tier["name"], tier["num_pages"], cells)
-        assert served.metric("kv_tier_pages", tier=name, state="free") == states.count(0)
+    for name, _, cells in cells_of(page):
+        assert served.metric("kv_tier_pages", tier=name, state="free") == sum(state == 0 for state, _ in cells)
     expect(page.locator("#legend tbody tr")).to_have_count(7)
     for i, state in enumerate(["moving", "active", "shared", "pinned", "idle", "cached", "free"]):
         counts = page.locator("#legend tbody tr").nth(i)
