@@ -96,7 +96,7 @@ def test_the_map_is_what_the_server_says(served: Served, view: View) -> None:
         quiet = all(tier["referenced"] == 0 for tier in told["stats"]["tiers"].values())
         return quiet and page.evaluate("() => octavo.pool.seq") == told["seq"] and cells_of(page) == runs_of(told)
 
-    until(settled, 10)
+    until(settled, 30)
     assert page.evaluate("() => wrong") == []
     assert page.evaluate("() => deltas") >= 5
 

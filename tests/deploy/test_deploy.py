@@ -7,7 +7,7 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Prometheus:
     def __init__(self, url: str) -> None:
         self._http = httpx.Client(base_url=url, timeout=10)
         self.close = self._http.close
+        self.load: Callable[[], object] = lambda: None  # gives the server that it scrapes something to do
 
     def query(self, expression: str) -> list[float]:
         """Its values now; those that are no number count as none."""
@@ -81,6 +82,7 @@ def prometheus(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> It
             until(lambda: watching.query("octavo:kv_pages") != [], 30)
             for turn in range(8):
                 server.complete(f"{turn % 4} {STORY}", max_tokens=4, session_id=str(turn % 4))
+            watching.load = lambda: server.complete(f"0 {STORY}", max_tokens=4, session_id="0")
             yield watching
         finally:
             watching.close()
@@ -108,10 +110,12 @@ def test_every_query_of_the_board_finds_something(prometheus: Prometheus) -> Non
 
     def found() -> bool:
         missing.difference_update([query for query in missing if prometheus.query(query)])
+        if missing:
+            prometheus.load()  # what happened in the last minute may be nothing otherwise
         return not missing
 
     try:
-        until(found, 30)
+        until(found, 60)
     except AssertionError:
         pytest.fail(f"these find nothing: {missing}")
 
@@ -127,7 +131,7 @@ def test_every_rule_can_be_evaluated_and_names_what_there_is(prometheus: Prometh
 
 
 def test_what_was_watched_is_what_happened(prometheus: Prometheus) -> None:
-    until(lambda: prometheus.query("sum(octavo:request_success_total)") == [8], 10)
+    until(lambda: prometheus.query("sum(octavo:request_success_total) >= 8") != [], 30)
     [moved] = prometheus.query('octavo:kv_pages_moved_total{from="device",to="host"}')
     [back] = prometheus.query('octavo:kv_pages_moved_total{from="host",to="device"}')
     assert moved > 0 and back > 0

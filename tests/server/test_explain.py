@@ -142,7 +142,8 @@ def test_a_request_that_runs_has_a_phase_and_one_that_was_left_an_end(tight: Ser
     body = {"prompt": tokens(30, 50), "max_tokens": 350, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", tight.url + COMPLETIONS, json=body, headers=key("alpha"), timeout=60) as reply:
         request_id = reply.headers["x-request-id"]
-        next(reply.iter_lines())
+        lines = reply.iter_lines()  # whose end would close the connection
+        next(lines)
         running = why(tight, request_id)
     assert (running.get("phase"), running.get("finished")) in (("decoding", None), (None, "length"))
     until(lambda: "finished" in why(tight, request_id))
