@@ -88,6 +88,7 @@ def test_the_map_is_what_the_server_says(served: Served, view: View) -> None:
         for i in range(60):
             pool.submit(say, served, f"chat {i % 10}", same + tokens(32 + 8 * (i % 24), i), max_tokens=24)
             pool.submit(say, served, None, tokens(40, 100 + i))
+    say(served, None, tokens(40, 99))  # some of it is of no session and the latest
     served.settle()
     told: dict[str, Any] = {}
 
