@@ -347,25 +347,25 @@ class CacheManager:
     def _grow(self, table: PageTable, num_pages: int) -> None:
         before = len(table.pages)
         table.pages.extend(self.pool.take_free(num_pages - before))
-        if len(table.pages) < num_pages:
-            self.tiers.blame("evicted", table.request, table.owner)
-            for _ in range(num_pages - len(table.pages)):
-                if self.pool.num_free == 0:
-                    self._evict()
-                table.pages.append(self.pool.take())
-            self.tiers.blame()
+        for _ in range(num_pages - len(table.pages)):
+            self._make_room(table)
+            table.pages.append(self.pool.take())
         self._taken(num_pages - before)
         if self.tiers.watch is not None:
             self.tiers.watch.hold(table, table.pages[before:])
 
     def _take(self, table: PageTable) -> int:
+        self._make_room(table)
+        page = self.pool.take()
+        self._taken(1)
+        return page
+
+    def _make_room(self, table: PageTable) -> None:
+        """Have a free page, at the price of a cached one if need be, which then went for the table's request."""
         if self.pool.num_free == 0:
             self.tiers.blame("evicted", table.request, table.owner)
             self._evict()
             self.tiers.blame()
-        page = self.pool.take()
-        self._taken(1)
-        return page
 
     def _taken(self, num_pages: int) -> None:
         self.stats.pages_allocated += num_pages
