@@ -47,13 +47,22 @@ constexpr int TILE_ROWS = 8;
 constexpr int TILE_ROWS = 4;
 #endif
 
-// How often a half's largest magnitude can be doubled, up to 7 times, before it exceeds the group's.
+// How often a half's largest magnitude can be doubled, up to 7 times, before it exceeds the group's: as integers, floats are
+// their logarithms, in steps of 2^-23 and straight between powers of two.
 int doublings(float half, float group) {
-  int n = 0;
-  for (; n < 7 && half * 2.0f <= group; ++n) {
-    half *= 2.0f;
-  }
-  return n;
+  int32_t a, b;
+  memcpy(&a, &group, 4);
+  memcpy(&b, &half, 4);
+  const int n = (a - b) >> 23;
+  return n < 7 ? n : 7;
+}
+
+// 2^-n
+OCTAVO_INLINE float halved(int n) {
+  const int32_t word = (127 - n) << 23;
+  float value;
+  memcpy(&value, &word, 4);
+  return value;
 }
 
 template <bool FINE>
@@ -71,7 +80,7 @@ void quantize(const float* x, size_t groups, QuantGroup* out) {
       finer[1] = doublings(largest_magnitude(size[1]), amax);
     }
     const int finest = finer[0] > finer[1] ? finer[0] : finer[1];
-    const float scale = nothing ? 0.0f : amax / 127.0f / static_cast<float>(1 << finest);
+    const float scale = nothing ? 0.0f : amax / 127.0f * halved(finest);
     float sums[2];
     for (int h = 0; h < 2; ++h) {
       const f32x16 q = round(half[h] * broadcast(inverse * static_cast<float>(1 << finer[h])));
