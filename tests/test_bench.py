@@ -20,7 +20,9 @@ from octavo.bench.conversations import Day, draw_day
 from octavo.bench.machine import Load as StepLoad
 from octavo.bench.machine import Probe, Run, Shape, Step, probe, standing
 from octavo.bench.workloads import WORKLOADS, Work, rates
-from octavo.cli import DayName, WorkloadName, app
+from octavo.cli import app
+from octavo.cli.benchmarks import DayName
+from octavo.cli.options import WorkloadName
 from octavo.config import ModelConfig
 from octavo.errors import ConfigError
 from octavo.models.llama import Decoder

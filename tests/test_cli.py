@@ -20,6 +20,8 @@ import pytest
 import typer
 
 from octavo import LLM, EngineConfig, ModelError, SamplingParams, cli
+from octavo.cli import talk
+from octavo.cli.options import NO_OPTIONS, parse_bytes
 
 POOL = ["--kv-cache-memory-bytes", "256MiB"]  # room for the model's whole context, 180 MiB
 
@@ -61,7 +63,7 @@ def what_would_load(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[E
         def stream(self, prompts: list[str], params: SamplingParams) -> None:
             raise Loaded(self.config, params)
 
-    monkeypatch.setattr(cli, "_load", lambda model, config: Engine(config))
+    monkeypatch.setattr(talk, "_load", lambda model, config: Engine(config))
     monkeypatch.setattr(sys, "argv", ["octavo", *arguments])
     with pytest.raises(Loaded) as caught:
         cli.main()
@@ -115,7 +117,7 @@ def test_every_field_has_an_option_that_says_what_it_does() -> None:
     _, text, _ = octavo("generate", "--help")
     options = re.split(r"^  (?=-)", text, flags=re.MULTILINE)[1:]
     for field in [*fields(EngineConfig), *fields(SamplingParams)]:
-        if field.name in cli.NO_OPTIONS:
+        if field.name in NO_OPTIONS:
             continue
         [option] = [one for one in options if f"--{field.name.replace('_', '-')} " in f"{one.split(chr(10))[0]} "]
         assert re.search(r"  \S+ \S+", option), option
@@ -136,13 +138,13 @@ def test_every_field_has_an_option_that_says_what_it_does() -> None:
     ],
 )
 def test_a_size_is_read_as_written(text: str, size: int) -> None:
-    assert cli.parse_bytes(text) == size
+    assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1.2.3M", "1XB", "1e9", "nan", "9" * 400, "1 2"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="is not a size"):
-        cli.parse_bytes(text)
+        parse_bytes(text)
 
 
 # ── failures ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -421,12 +423,12 @@ def test_other_failures_are_not_hidden(monkeypatch: pytest.MonkeyPatch, capsys: 
     def fail(model: str, config: EngineConfig) -> LLM:
         raise ModelError("file", "is odd")
 
-    monkeypatch.setattr(cli, "_load", fail)
+    monkeypatch.setattr(talk, "_load", fail)
     monkeypatch.setattr(sys, "argv", ["octavo", "generate", "m", "hello"])
     with pytest.raises(SystemExit) as left:
         cli.main()
     assert left.value.code == 1
     assert capsys.readouterr().err == "octavo: file: is odd\n"
-    monkeypatch.setattr(cli, "_load", lambda model, config: 1 / 0)
+    monkeypatch.setattr(talk, "_load", lambda model, config: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli.main()

@@ -18,6 +18,7 @@ from octavo import cli
 from octavo.bench import trials
 from octavo.bench.trials import ARCHETYPES, Archetype, arrivals_of, prompts_of
 from octavo.bench.workloads import WORKLOADS
+from octavo.cli.planning import GoalName
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, InvalidRequest
 from octavo.planner.advisor import GOALS, Advice, Result, Workload, advise, command, nothing_to_page
@@ -262,7 +263,7 @@ def test_the_command_says_what_to_do_and_why() -> None:
 
 
 def test_goals_are_those_of_the_command_line() -> None:
-    assert [goal.value for goal in cli.GoalName] == list(GOALS)
+    assert [goal.value for goal in GoalName] == list(GOALS)
 
 
 def test_lengths_instead_of_a_trace() -> None:

@@ -18,6 +18,7 @@ import pytest
 from tests.server.serving import PAGE_BYTES, Served, error_of, serving, until
 
 from octavo import cli
+from octavo.cli import serving as commands
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.server import listen
@@ -39,7 +40,7 @@ def what_would_start(monkeypatch: pytest.MonkeyPatch) -> Any:
         raise Started(model, server, engine)
 
     def start(*arguments: str) -> tuple[str, ServerConfig, EngineConfig]:
-        monkeypatch.setattr(cli, "_fetch", Path)
+        monkeypatch.setattr(commands, "fetch", Path)
         monkeypatch.setattr(listen, "run", run)
         monkeypatch.setattr(sys, "argv", ["octavo", "serve", *arguments])
         with pytest.raises(Started) as caught:

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from octavo import cli
+from octavo.cli.options import TraceKind
 from octavo.errors import ConfigError
 from octavo.simulator.cost import Load, Measured, load_of
 from octavo.simulator.simulate import Simulation
@@ -26,7 +27,7 @@ def simulate(*arguments: str) -> str:
 
 
 def test_names_are_those_of_the_command_line() -> None:
-    assert [kind.value for kind in cli.TraceKind] == list(READERS)
+    assert [kind.value for kind in TraceKind] == list(READERS)
 
 
 def test_figures_are_printed_and_written(tmp_path: Path) -> None:
