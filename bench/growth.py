@@ -33,7 +33,7 @@ from octavo.engine.executor import Executor
 from octavo.engine.llm import Engine, assemble
 from octavo.models.catalog import resolve
 from octavo.models.weights import open_checkpoint
-from octavo.types import Request, Sampled, SamplingParams, SliceResult, StepPlan, StepResult
+from octavo.types import Moved, MovePage, Request, Sampled, SamplingParams, SliceResult, StepPlan, StepResult
 
 SEED = 1
 CONTEXTS = [128, 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8128]
@@ -57,7 +57,8 @@ class Switch:
     def execute(self, plan: StepPlan) -> StepResult:
         start = time.perf_counter()
         if self.idle:
-            result = StepResult([SliceResult([Sampled(0, 0.0, 0, ())] * len(piece.draws)) for piece in plan.slices])
+            results = [SliceResult([Sampled(0, 0.0, 0, ())] * len(piece.draws)) for piece in plan.slices]
+            result = StepResult(results, [Moved(op.number, True) for op in plan.page_ops if isinstance(op, MovePage)])
         else:
             result = self._executor.execute(plan)
         self.seconds = time.perf_counter() - start

@@ -101,6 +101,7 @@ class CacheManager:
         self.tiers = Tiers(self.index, pools, costs or Costs(), block_size, kv_quota)
         self.sessions = Sessions(self.tiers, max_pinned_fraction)
         self.tables: dict[PageTable, None] = {}
+        self.num_named = 0  # pages of all tables, each as often as it is named
         self.stats = CacheStats()
 
     @property
@@ -251,15 +252,8 @@ class CacheManager:
     def reserve(self, table: PageTable, start: int, stop: int) -> bool:
         """Make positions start…stop writable: add pages up to `stop`, copy the page of `start` if it is shared."""
         pool, pages = self.pool, table.pages
-        if not table.tail_shared:
-            room = len(pages) * self.block_size
-            if stop <= room:
-                return True
-            if stop <= room + self.block_size and pool.num_free:  # as nearly always, one page from those free
-                pages.append(self._take(table))
-                if self.tiers.watch is not None:
-                    self.tiers.watch.hold(table, pages[-1:])
-                return True
+        if not table.tail_shared and stop <= len(pages) * self.block_size:
+            return True
         num_new = self.pages_for(stop) - len(pages)
         at = start // self.block_size
         copy = table.tail_shared and at < len(pages) and pool.refs(pages[at]) > 1
@@ -275,6 +269,25 @@ class CacheManager:
         table.tail_shared = False
         if num_new > 0:
             self._grow(table, len(pages) + num_new)
+        return True
+
+    def extend(self, tables: Sequence[PageTable]) -> bool:
+        """One page more for each of these tables, in this order; False if not all can have one, or a tail is shared."""
+        if not tables:
+            return True
+        if len(tables) > self.pool.num_available or True in [table.tail_shared for table in tables]:
+            return False
+        pages = self.pool.take_free(len(tables))
+        for table, page in zip(tables, pages, strict=False):
+            table.pages.append(page)
+        for table in tables[len(pages) :]:
+            self._make_room(table)
+            table.pages.append(self.pool.take())
+        self._taken(len(tables))
+        self.num_named += len(tables)
+        if self.tiers.watch is not None:
+            for table in tables:
+                self.tiers.watch.hold(table, table.pages[-1:])
         return True
 
     def commit(self, table: PageTable, tokens: array[int], num_computed: int) -> None:
@@ -325,8 +338,9 @@ class CacheManager:
             self.sessions.follow(session, table.node)
         if self.tiers.watch is not None:
             self.tiers.watch.let_go(table)
-        self.tiers.release_pages(reversed(table.pages))
+        self.tiers.release_pages(table.pages[::-1])
         del self.tables[table]
+        self.num_named -= len(table.pages)
         del table.pages[:]
 
     def drop_cached(self) -> int:
@@ -340,6 +354,7 @@ class CacheManager:
 
     def _open(self, table: PageTable) -> PageTable:
         self.tables[table] = None
+        self.num_named += len(table.pages)
         if self.tiers.watch is not None:
             self.tiers.watch.hold(table, table.pages)
         return table
@@ -351,6 +366,7 @@ class CacheManager:
             self._make_room(table)
             table.pages.append(self.pool.take())
         self._taken(num_pages - before)
+        self.num_named += num_pages - before
         if self.tiers.watch is not None:
             self.tiers.watch.hold(table, table.pages[before:])
 
@@ -362,14 +378,16 @@ class CacheManager:
 
     def _make_room(self, table: PageTable) -> None:
         """Have a free page, at the price of a cached one if need be, which then went for the table's request."""
-        if self.pool.num_free == 0:
+        if not self.pool.num_free:
             self.tiers.blame("evicted", table.request, table.owner)
             self._evict()
             self.tiers.blame()
 
     def _taken(self, num_pages: int) -> None:
-        self.stats.pages_allocated += num_pages
-        self.stats.peak_pages = max(self.stats.peak_pages, self.pool.num_referenced)
+        stats, held = self.stats, self.pool.num_referenced
+        stats.pages_allocated += num_pages
+        if held > stats.peak_pages:
+            stats.peak_pages = held
 
     def _evict(self) -> None:
         self.tiers.evict(Tier.DEVICE)
