@@ -261,7 +261,7 @@ class CacheManager:
             return False
         if copy:
             shared = pages[at]
-            pages[at] = self._take(table)
+            pages[at] = self._take(table, 1)[0]
             if self.tiers.watch is not None:
                 self.tiers.watch.swap(table, shared, pages[at])
             self._copy(shared, pages[at])
@@ -278,16 +278,14 @@ class CacheManager:
         if len(tables) > self.pool.num_available or True in [table.tail_shared for table in tables]:
             return False
         pages = self.pool.take_free(len(tables))
+        self._taken(len(pages))
+        self.num_named += len(pages)
         for table, page in zip(tables, pages, strict=False):
             table.pages.append(page)
-        for table in tables[len(pages) :]:
-            self._make_room(table)
-            table.pages.append(self.pool.take())
-        self._taken(len(tables))
-        self.num_named += len(tables)
-        if self.tiers.watch is not None:
-            for table in tables:
+            if self.tiers.watch is not None:
                 self.tiers.watch.hold(table, table.pages[-1:])
+        for table in tables[len(pages) :]:
+            self._grow(table, len(table.pages) + 1)
         return True
 
     def commit(self, table: PageTable, tokens: array[int], num_computed: int) -> None:
@@ -360,28 +358,25 @@ class CacheManager:
         return table
 
     def _grow(self, table: PageTable, num_pages: int) -> None:
-        before = len(table.pages)
-        table.pages.extend(self.pool.take_free(num_pages - before))
-        for _ in range(num_pages - len(table.pages)):
-            self._make_room(table)
-            table.pages.append(self.pool.take())
-        self._taken(num_pages - before)
-        self.num_named += num_pages - before
+        pages = self._take(table, num_pages - len(table.pages))
+        table.pages.extend(pages)
+        self.num_named += len(pages)
         if self.tiers.watch is not None:
-            self.tiers.watch.hold(table, table.pages[before:])
+            self.tiers.watch.hold(table, pages)
 
-    def _take(self, table: PageTable) -> int:
-        self._make_room(table)
-        page = self.pool.take()
-        self._taken(1)
-        return page
-
-    def _make_room(self, table: PageTable) -> None:
-        """Have a free page, at the price of a cached one if need be, which then went for the table's request."""
-        if not self.pool.num_free:
+    def _take(self, table: PageTable, num_pages: int) -> array[int]:
+        """So many pages, at the price of cached ones if need be, which then go for the table's request."""
+        pool = self.pool
+        pages = pool.take_free(num_pages)
+        if len(pages) < num_pages:
             self.tiers.blame("evicted", table.request, table.owner)
-            self._evict()
+            for _ in range(num_pages - len(pages)):
+                if not pool.num_free:
+                    self._evict()
+                pages.append(pool.take())
             self.tiers.blame()
+        self._taken(num_pages)
+        return pages
 
     def _taken(self, num_pages: int) -> None:
         stats, held = self.stats, self.pool.num_referenced
@@ -409,8 +404,7 @@ class CacheManager:
         start = table.num_indexed * self.block_size
         if start + self.block_size <= len(tokens):
             key = tuple(tokens[start : start + self.block_size])
-            if key not in table.node.promised:
-                table.node.promised.add(key)
+            if self.index.promise(table.node, key):
                 table.promise = (table.node, key)
 
     def _withdraw(self, table: PageTable) -> None:
