@@ -18,7 +18,7 @@ from octavo.simulator.traces import numbers
 
 
 class _Steady:
-    """A sequence that gets a token a step: `base` + t are computed at the start of step t, and it ends in step `ends`."""
+    """A sequence that gets a token a step. At the start of step t `base` + t are computed; in step `ends` it ends."""
 
     __slots__ = ("aside", "base", "ends", "sequence", "table")
 
