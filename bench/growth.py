@@ -6,8 +6,9 @@
 
 Steps draw one token for each running sequence. *context*: one sequence, its context up to the model's; longer prompts
 begin with the shorter ones, which are found in the cache. *running*: 1 to 256 sequences of 64 tokens. *full*: the
-same in a pool that is full of cached pages, so that each new page costs one. *cached*: 32 sequences beside up to
-100,000 cached pages, which an executor that computes nothing has filled, so that they take no memory.
+same in a pool that is full of cached pages, so that each new page costs one; each step a sixteenth of the sequences
+needs one. *cached*: 32 sequences beside up to 100,000 cached pages, which an executor that computes nothing has
+filled, so that they take no memory.
 
 With `--control` nothing is computed anywhere, with `--host-pages` pages leave for host memory, and with `--watch` the
 map of the memory is told as a server's engine tells it.
@@ -142,7 +143,9 @@ def running(bench: Bench, chance: random.Random, args: argparse.Namespace) -> It
 
 def full(bench: Bench, chance: random.Random, args: argparse.Namespace) -> Iterator[tuple[int, Callable[[], Any]]]:
     bench.fill(bench.core.cache.num_pages - 1, chance)
-    return running(bench, chance, args)
+    prompts = [[chance.randrange(bench.vocab_size) for _ in range(41 + at % 16)] for at in range(max(RUNNING))]
+    for count in RUNNING:
+        yield count, lambda count=count: bench.decode(prompts[:count], args.steps)
 
 
 def cached(bench: Bench, chance: random.Random, args: argparse.Namespace) -> Iterator[tuple[int, Callable[[], Any]]]:
