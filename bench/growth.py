@@ -2,13 +2,20 @@
 
     make growth                                    docs/growth.png, and growth.json beside the sources
     python bench/growth.py --axes context running --plot growth.png
+    python bench/growth.py --axes running full cached --control --host-pages 4096 --watch
 
 Steps draw one token for each running sequence. *context*: one sequence, its context up to the model's; longer prompts
-begin with the shorter ones, which are found in the cache. *running*: 1 to 256 sequences of 64 tokens. *cached*: 32
-sequences beside up to 100,000 cached pages, which an executor that computes nothing has filled, so that they take no
-memory. A point is the median of some steps, in seconds, in the repeat where that was least; `control_s` is what is
-spent outside of the executor: scheduling, the plan, and taking its results in. `slope_s` is that of a straight line
-through the points (least squares), `r2` how well it fits. Every second repeat goes backwards.
+begin with the shorter ones, which are found in the cache. *running*: 1 to 256 sequences of 64 tokens. *full*: the
+same in a pool that is full of cached pages, so that each new page costs one; each step a sixteenth of the sequences
+needs one. *cached*: 32 sequences beside up to 100,000 cached pages, which an executor that computes nothing has
+filled, so that they take no memory.
+
+With `--control` nothing is computed anywhere, with `--host-pages` pages leave for host memory, and with `--watch` the
+map of the memory is told as a server's engine tells it.
+
+A point is the median of some steps, in seconds, in the repeat where that was least; `control_s` is what is spent
+outside of the executor: scheduling, the plan, and taking its results in. `slope_s` is that of a straight line through
+the points (least squares), `r2` how well it fits. Every second repeat goes backwards.
 """
 
 from __future__ import annotations
@@ -27,13 +34,17 @@ from typing import Any
 import numpy as np
 
 from octavo.bench.machine import machine
+from octavo.cache.explain import Explainer
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.executor import Executor
 from octavo.engine.llm import Engine, assemble
+from octavo.engine.process import framed
+from octavo.engine.sizing import GIB
+from octavo.engine.watching import Observing
 from octavo.models.catalog import resolve
 from octavo.models.weights import open_checkpoint
-from octavo.types import Request, Sampled, SamplingParams, SliceResult, StepPlan, StepResult
+from octavo.types import Moved, MovePage, Request, Sampled, SamplingParams, SliceResult, StepPlan, StepResult
 
 SEED = 1
 CONTEXTS = [128, 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8128]
@@ -42,6 +53,7 @@ CACHED = [0, 1000, 10_000, 25_000, 50_000, 75_000, 100_000]
 LABELS = {
     "context": "tokens of context, one sequence",
     "running": "running sequences of 64 tokens",
+    "full": "running sequences of 64 tokens, beside cached pages",
     "cached": "cached pages, 32 sequences of 64 tokens",
 }
 
@@ -57,7 +69,8 @@ class Switch:
     def execute(self, plan: StepPlan) -> StepResult:
         start = time.perf_counter()
         if self.idle:
-            result = StepResult([SliceResult([Sampled(0, 0.0, 0, ())] * len(piece.draws)) for piece in plan.slices])
+            results = [SliceResult([Sampled(0, 0.0, 0, ())] * len(piece.draws)) for piece in plan.slices]
+            result = StepResult(results, [Moved(op.number, True) for op in plan.page_ops if isinstance(op, MovePage)])
         else:
             result = self._executor.execute(plan)
         self.seconds = time.perf_counter() - start
@@ -70,9 +83,14 @@ class Switch:
 class Bench:
     """An engine whose steps are taken one by one."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, control: bool = False, watch: bool = False) -> None:
         self.switch = Switch(engine.core.executor)
         self.core = EngineCore(engine.core.scheduler, self.switch)
+        self.control = self.switch.idle = control
+        self.observing = Observing(self.core, framed)
+        if watch:
+            Explainer(self.core.cache)
+            self.observing.turn(True)
         self.vocab_size = engine.model.vocab_size
         self._numbers = itertools.count()
 
@@ -85,7 +103,7 @@ class Bench:
 
     def decode(self, prompts: list[list[int]], steps: int) -> list[tuple[float, float]]:
         """(seconds, of which outside the executor) of so many steps of these sequences, once they are all running."""
-        ids = [self.add(prompt, steps + 3) for prompt in prompts]
+        ids = [self.add(prompt, steps + 16) for prompt in prompts]
         begun: set[str] = set()
         while len(begun) < len(ids):
             begun |= {output.request_id for output in self.core.step()}
@@ -93,6 +111,7 @@ class Bench:
         for _ in range(steps):
             start = time.perf_counter()
             assert len(self.core.step()) == len(ids)
+            self.observing.tell(time.monotonic())
             seconds = time.perf_counter() - start
             times.append((seconds, seconds - self.switch.seconds))
         for request_id in ids:
@@ -107,7 +126,7 @@ class Bench:
             self.add([chance.randrange(self.vocab_size) for _ in range(16 * min(missing, 500) + 1)], 1)
             while self.core.has_work:
                 self.core.step()
-        self.switch.idle = False
+        self.switch.idle = self.control
 
 
 def context(bench: Bench, chance: random.Random, args: argparse.Namespace) -> Iterator[tuple[int, Callable[[], Any]]]:
@@ -118,6 +137,13 @@ def context(bench: Bench, chance: random.Random, args: argparse.Namespace) -> It
 
 def running(bench: Bench, chance: random.Random, args: argparse.Namespace) -> Iterator[tuple[int, Callable[[], Any]]]:
     prompts = [[chance.randrange(bench.vocab_size) for _ in range(56)] for _ in range(max(RUNNING))]
+    for count in RUNNING:
+        yield count, lambda count=count: bench.decode(prompts[:count], args.steps)
+
+
+def full(bench: Bench, chance: random.Random, args: argparse.Namespace) -> Iterator[tuple[int, Callable[[], Any]]]:
+    bench.fill(bench.core.cache.num_pages - 1, chance)
+    prompts = [[chance.randrange(bench.vocab_size) for _ in range(41 + at % 16)] for at in range(max(RUNNING))]
     for count in RUNNING:
         yield count, lambda count=count: bench.decode(prompts[:count], args.steps)
 
@@ -133,7 +159,7 @@ def cached(bench: Bench, chance: random.Random, args: argparse.Namespace) -> Ite
         yield count, run
 
 
-AXES = {"context": (context, 1), "running": (running, 256), "cached": (cached, 32)}
+AXES = {"context": (context, 1), "running": (running, 256), "full": (full, 256), "cached": (cached, 32)}
 """What gives the points, and how many sequences run at most."""
 
 
@@ -143,13 +169,16 @@ def engine(path: Path, axis: str, args: argparse.Namespace) -> Engine:
     page_bytes = 16 * 2 * c.num_layers * c.num_kv_heads * c.head_dim * 2
     num_pages = max(CACHED) + 1000 if axis == "cached" else 2048  # of the many pages most are never written, nor mapped
     config = EngineConfig(
-        max_num_seqs=AXES[axis][1], kv_cache_memory_bytes=num_pages * page_bytes, num_threads=args.threads
+        max_num_seqs=AXES[axis][1],
+        kv_cache_memory_bytes=num_pages * page_bytes,
+        swap_space=args.host_pages * page_bytes / GIB,
+        num_threads=args.threads,
     )
     return assemble(checkpoint, config)
 
 
 def measure(path: Path, axis: str, args: argparse.Namespace) -> dict[str, Any]:
-    bench = Bench(engine(path, axis, args))
+    bench = Bench(engine(path, axis, args), control=args.control, watch=args.watch)
     points = list(AXES[axis][0](bench, random.Random(SEED), args))
     passes = [points if repeat % 2 == 0 else points[::-1] for repeat in range(args.repeats)]
     if axis == "cached":  # pages that are cached stay so: forwards only
@@ -198,7 +227,10 @@ def plot(figures: dict[str, dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES))
+    parser.add_argument("--axes", nargs="+", choices=AXES, default=["context", "running", "cached"])
+    parser.add_argument("--control", action="store_true", help="compute nothing")
+    parser.add_argument("--host-pages", type=int, default=0, help="of a tier below")
+    parser.add_argument("--watch", action="store_true", help="watch the memory, and explain what was not found")
     parser.add_argument("--steps", type=int, default=7, help="that are timed at each point and in each repeat")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int)

@@ -22,8 +22,9 @@ from rich.progress import Progress
 from octavo.bench.machine import machine
 from octavo.bench.workloads import log_normal
 from octavo.config import EngineConfig
+from octavo.gpus import GPUS
 from octavo.planner.known import MODELS
-from octavo.simulator.cost import GPUS, Sheet
+from octavo.simulator.cost import Sheet
 from octavo.simulator.simulate import Simulation, engine
 from octavo.simulator.traces import Arrival, tokens_of
 

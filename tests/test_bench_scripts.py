@@ -29,7 +29,7 @@ def test_page_sizes_take_the_same_steps(model_path: Path) -> None:
 
 def test_cached_pages_are_made_without_computing(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growth, "CACHED", [0, 40])
-    args = Namespace(threads=2, steps=2, repeats=1)
+    args = Namespace(threads=2, steps=2, repeats=1, host_pages=0)
     bench = growth.Bench(growth.engine(model_path, "cached", args))
     bench.fill(40, random.Random(1))
     assert bench.core.cache.pool.num_cached == 40 and not bench.switch.idle
@@ -44,10 +44,23 @@ def test_points_give_a_line(model_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         growth.Bench, "decode", lambda self, prompts, steps: [(0.5 + 2.0 * len(prompts), 0.25 * len(prompts))] * steps
     )
-    found = growth.measure(model_path, "running", Namespace(threads=2, steps=3, repeats=2))
+    args = Namespace(threads=2, steps=3, repeats=2, host_pages=0, control=False, watch=False)
+    found = growth.measure(model_path, "running", args)
     assert found["x"] == [1, 2, 3] and found["step_s"] == [2.5, 4.5, 6.5]
     assert (found["slope_s"], found["intercept_s"], found["r2"]) == pytest.approx((2.0, 0.5, 1.0))
     assert found["control_slope_s"] == pytest.approx(0.25)
+
+
+def test_a_full_pool_is_told_of_while_its_pages_go_down(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(growth, "framed", told.append)
+    args = Namespace(threads=2, steps=4, repeats=1, host_pages=400, control=True, watch=True)
+    bench = growth.Bench(growth.engine(model_path, "full", args), control=args.control, watch=args.watch)
+    [(_, one), *_] = growth.full(bench, random.Random(1), args)
+    assert bench.core.cache.pool.num_free <= 1
+    assert len(one()) == 4 and told
+    assert sum(bench.core.cache.tiers.stats.moved.values()) > 0
+    bench.core.close()
 
 
 def test_peers_are_compared_on_the_same_work_only() -> None:

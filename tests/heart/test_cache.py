@@ -225,6 +225,24 @@ def test_nothing_is_evicted_for_an_admission_that_cannot_succeed() -> None:
     check(cache)
 
 
+def test_many_tables_get_a_page_each_or_none_does() -> None:
+    cache = CacheManager(6, 2)
+    one, two = admit(cache, [1, 2]), admit(cache, [3, 4])
+    cache.release(admit(cache, [5, 6, 7, 8]))
+    assert cache.extend([]) and cache.extend([two, one])  # from those that are free
+    assert (list(one.pages), list(two.pages)) == ([0, 5], [1, 4])
+    assert cache.extend([one, two])  # from those that are cached, the coldest first
+    assert (list(one.pages), list(two.pages)) == ([0, 5, 3], [1, 4, 2])
+    assert cache.stats.pages_evicted == 2 and cache.stats.pages_allocated == 8 and cache.num_named == 6
+    assert not cache.extend([one])
+    cache.release(two)
+    twin = cache.fork(one)
+    assert not cache.extend([one]), "whoever writes to a shared page needs a copy first"
+    check(cache)
+    cache.release(twin)
+    assert len(one.pages) == 3
+
+
 def test_roots_vanish_with_their_last_page() -> None:
     cache = CacheManager(4, 2)
     for tenant in range(100):

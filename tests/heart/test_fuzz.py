@@ -172,6 +172,8 @@ class Life:
         cache, scheduler = self.engine.cache, self.engine.scheduler
         check(cache)
         assert len(scheduler._running) + len(scheduler._loading) <= scheduler._max_running
+        live = [sequence for group in scheduler._groups.values() for sequence in group.live.values()]
+        assert scheduler.slots[0] == sum(sequence.num_computed for sequence in live if sequence.table is not None)
         idle = {page: owner for owner, pages in cache.tiers._idle.items() for page in pages}
         cached = {page: cache.index.node_of(page).owner for page in cache.pool.eviction_order(cache.tiers.now)}
         assert idle == (cached if cache.tiers._quota is not None else {})

@@ -17,9 +17,10 @@ from octavo.config import EngineConfig, ModelConfig
 from octavo.engine import llm as engine_llm
 from octavo.engine.llm import assemble
 from octavo.errors import ConfigError, ModelError
+from octavo.gpus import GPUS
 from octavo.kv_format import KV_BITS, whole_block_size
 from octavo.models.weights import open_checkpoint
-from octavo.planner.known import GPUS, MODELS, Shape
+from octavo.planner.known import MODELS, Shape
 from octavo.planner.memory import INDEX_BYTES, Demand, Device, Plan, each_of, gpu, plan, read_shape, room, shape_of
 from tests.models import tiny
 
@@ -268,7 +269,7 @@ def test_a_pool_that_is_given_is_given() -> None:
     assert found.num_pages == 10**9 // 5_242_880
     with pytest.raises(ConfigError, match="gpu: there is no 'abacus', but t4, "):
         gpu("abacus")
-    assert all(size > 0 for size in GPUS.values())
+    assert all(figure > 0 for one in GPUS.values() for figure in one)
 
 
 # ── shapes from files ─────────────────────────────────────────────────────────────────────────────────────────────

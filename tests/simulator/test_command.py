@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -79,10 +80,10 @@ def test_reservations_are_simulated_as_such(tmp_path: Path) -> None:
 
 
 def test_an_interruption_leaves_the_figures_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = iter(range(100))
+    turns = itertools.count()
 
     def step(self: Simulation) -> bool:
-        if next(steps) == 50:
+        if next(turns) == 5:
             raise KeyboardInterrupt
         return whole(self)
 
@@ -92,7 +93,7 @@ def test_an_interruption_leaves_the_figures_so_far(tmp_path: Path, monkeypatch: 
     result = CliRunner().invoke(cli.app, ["simulate", "uniform", *GPUS, *files])
     assert result.exit_code == 130
     figures = json.loads((tmp_path / "figures.json").read_text())
-    assert not figures["whole"] and figures["num_steps"] == 50
+    assert not figures["whole"] and figures["num_steps"] >= 5 and figures["unfinished"]
     assert json.loads((tmp_path / "chrome.json").read_text())
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import ConfigError
+from octavo.gpus import GPUS
 from octavo.planner.known import MODELS
-from octavo.simulator.cost import GPUS, Load, Measured, Sheet, load_of, load_of_plan
+from octavo.simulator.cost import Load, Measured, Sheet, load_of, load_of_plan
 from octavo.types import Draw, SamplingParams, Slice, Tier
 from tests.simulator.engines import cost
 

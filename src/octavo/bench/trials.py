@@ -16,11 +16,12 @@ from octavo.bench.workloads import log_normal
 from octavo.config import EngineConfig
 from octavo.engine.sizing import GIB
 from octavo.errors import ConfigError, InvalidRequest
+from octavo.gpus import Gpu
 from octavo.kv_format import ALIASES
 from octavo.planner.advisor import Advice, Result, Workload, advise
 from octavo.planner.known import Shape
 from octavo.planner.memory import Demand, Device, plan
-from octavo.simulator.cost import Cost, Gpu, Measured, Sheet
+from octavo.simulator.cost import Cost, Measured, Sheet
 from octavo.simulator.simulate import Simulation, engine
 from octavo.simulator.traces import Arrival, own_token, paced, tokens_of
 

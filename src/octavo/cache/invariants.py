@@ -30,13 +30,15 @@ def check(manager: CacheManager) -> None:
             (kept, since), (parent_kept, parent_since) = pool.released(page), pool.released(parent.page)
             _expect(since < parent_since and kept <= parent_kept, f"page {parent.page} would go before page {page}")
     _check_sessions(manager)
+    named = sum(len(table.pages) for table in manager.tables)
+    _expect(manager.num_named == named, f"tables name {named} pages and count {manager.num_named}")
     for table in manager.tables:
         _expect(len(set(table.pages)) == len(table.pages), "a table names a page twice")
         last = table.pages[table.num_indexed - 1] if table.num_indexed else -1
-        named = last < 0 or (last in index and index.node_of(last) is table.node)
-        named = named or (table.load is not None and not table.load.complete)
+        right = last < 0 or (last in index and index.node_of(last) is table.node)
+        right = right or (table.load is not None and not table.load.complete)
         _expect(
-            named and (last < 0) == (table.node.parent is None), "a table's index node is not its last findable page"
+            right and (last < 0) == (table.node.parent is None), "a table's index node is not its last findable page"
         )
 
 
@@ -48,6 +50,7 @@ def _check_tier(manager: CacheManager, tier: Tier) -> None:
     _expect(not set(free) & set(cached), f"a {tier.name} page is free and cached")
     _expect(not holders.keys() & set(free), f"a free {tier.name} page is held")
     _expect(not holders.keys() & set(cached), f"a {tier.name} page in the eviction queue is held")
+    _expect(pool.num_referenced == len(holders), f"{pool.num_referenced} {tier.name} pages count as held")
     total = len(free) + len(cached) + len(holders)
     _expect(total == pool.num_used, f"{tier.name}: free + cached + referenced is {total} of {pool.num_used} used")
     for page in range(pool.num_used):

@@ -101,6 +101,7 @@ class CacheManager:
         self.tiers = Tiers(self.index, pools, costs or Costs(), block_size, kv_quota)
         self.sessions = Sessions(self.tiers, max_pinned_fraction)
         self.tables: dict[PageTable, None] = {}
+        self.num_named = 0  # pages of all tables, each as often as it is named
         self.stats = CacheStats()
 
     @property
@@ -251,15 +252,8 @@ class CacheManager:
     def reserve(self, table: PageTable, start: int, stop: int) -> bool:
         """Make positions start…stop writable: add pages up to `stop`, copy the page of `start` if it is shared."""
         pool, pages = self.pool, table.pages
-        if not table.tail_shared:
-            room = len(pages) * self.block_size
-            if stop <= room:
-                return True
-            if stop <= room + self.block_size and pool.num_free:  # as nearly always, one page from those free
-                pages.append(self._take(table))
-                if self.tiers.watch is not None:
-                    self.tiers.watch.hold(table, pages[-1:])
-                return True
+        if not table.tail_shared and stop <= len(pages) * self.block_size:
+            return True
         num_new = self.pages_for(stop) - len(pages)
         at = start // self.block_size
         copy = table.tail_shared and at < len(pages) and pool.refs(pages[at]) > 1
@@ -267,7 +261,7 @@ class CacheManager:
             return False
         if copy:
             shared = pages[at]
-            pages[at] = self._take(table)
+            pages[at] = self._take(table, 1)[0]
             if self.tiers.watch is not None:
                 self.tiers.watch.swap(table, shared, pages[at])
             self._copy(shared, pages[at])
@@ -275,6 +269,23 @@ class CacheManager:
         table.tail_shared = False
         if num_new > 0:
             self._grow(table, len(pages) + num_new)
+        return True
+
+    def extend(self, tables: Sequence[PageTable]) -> bool:
+        """One page more for each of these tables, in this order; False if not all can have one, or a tail is shared."""
+        if not tables:
+            return True
+        if len(tables) > self.pool.num_available or True in [table.tail_shared for table in tables]:
+            return False
+        pages = self.pool.take_free(len(tables))
+        self._taken(len(pages))
+        self.num_named += len(pages)
+        for table, page in zip(tables, pages, strict=False):
+            table.pages.append(page)
+            if self.tiers.watch is not None:
+                self.tiers.watch.hold(table, table.pages[-1:])
+        for table in tables[len(pages) :]:
+            self._grow(table, len(table.pages) + 1)
         return True
 
     def commit(self, table: PageTable, tokens: array[int], num_computed: int) -> None:
@@ -325,8 +336,9 @@ class CacheManager:
             self.sessions.follow(session, table.node)
         if self.tiers.watch is not None:
             self.tiers.watch.let_go(table)
-        self.tiers.release_pages(reversed(table.pages))
+        self.tiers.release_pages(table.pages[::-1])
         del self.tables[table]
+        self.num_named -= len(table.pages)
         del table.pages[:]
 
     def drop_cached(self) -> int:
@@ -340,36 +352,37 @@ class CacheManager:
 
     def _open(self, table: PageTable) -> PageTable:
         self.tables[table] = None
+        self.num_named += len(table.pages)
         if self.tiers.watch is not None:
             self.tiers.watch.hold(table, table.pages)
         return table
 
     def _grow(self, table: PageTable, num_pages: int) -> None:
-        before = len(table.pages)
-        table.pages.extend(self.pool.take_free(num_pages - before))
-        for _ in range(num_pages - len(table.pages)):
-            self._make_room(table)
-            table.pages.append(self.pool.take())
-        self._taken(num_pages - before)
+        pages = self._take(table, num_pages - len(table.pages))
+        table.pages.extend(pages)
+        self.num_named += len(pages)
         if self.tiers.watch is not None:
-            self.tiers.watch.hold(table, table.pages[before:])
+            self.tiers.watch.hold(table, pages)
 
-    def _take(self, table: PageTable) -> int:
-        self._make_room(table)
-        page = self.pool.take()
-        self._taken(1)
-        return page
-
-    def _make_room(self, table: PageTable) -> None:
-        """Have a free page, at the price of a cached one if need be, which then went for the table's request."""
-        if self.pool.num_free == 0:
+    def _take(self, table: PageTable, num_pages: int) -> array[int]:
+        """So many pages, at the price of cached ones if need be, which then go for the table's request."""
+        pool = self.pool
+        pages = pool.take_free(num_pages)
+        if len(pages) < num_pages:
             self.tiers.blame("evicted", table.request, table.owner)
-            self._evict()
+            for _ in range(num_pages - len(pages)):
+                if not pool.num_free:
+                    self._evict()
+                pages.append(pool.take())
             self.tiers.blame()
+        self._taken(num_pages)
+        return pages
 
     def _taken(self, num_pages: int) -> None:
-        self.stats.pages_allocated += num_pages
-        self.stats.peak_pages = max(self.stats.peak_pages, self.pool.num_referenced)
+        stats, held = self.stats, self.pool.num_referenced
+        stats.pages_allocated += num_pages
+        if held > stats.peak_pages:
+            stats.peak_pages = held
 
     def _evict(self) -> None:
         self.tiers.evict(Tier.DEVICE)
@@ -391,8 +404,7 @@ class CacheManager:
         start = table.num_indexed * self.block_size
         if start + self.block_size <= len(tokens):
             key = tuple(tokens[start : start + self.block_size])
-            if key not in table.node.promised:
-                table.node.promised.add(key)
+            if self.index.promise(table.node, key):
                 table.promise = (table.node, key)
 
     def _withdraw(self, table: PageTable) -> None:

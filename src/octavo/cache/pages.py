@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 
@@ -34,14 +34,16 @@ class PagePool:
     """The pages of one tier."""
 
     __slots__ = (
-        *("_cached", "_free", "_kept", "_num_releases", "_num_used", "_refs", "_session_ttl", "changed", "num_pages"),
+        *("_cached", "_free", "_held", "_kept", "_more", "_num_releases", "_num_used", "_session_ttl", "changed"),
+        "num_pages",
     )
 
     def __init__(self, num_pages: int, session_ttl: float = 0.0) -> None:
         self.num_pages = num_pages
         self._session_ttl = session_ttl
-        self._refs = array("i", bytes(4 * num_pages))
-        self._free: list[int] = []  # given back, the latest last
+        self._held: set[int] = set()
+        self._more: dict[int, int] = {}  # holders besides the first, of pages that have any
+        self._free = array("i")  # given back, the latest last
         self._num_used = 0  # those from here on were never taken
         self._cached: OrderedDict[int, Released] = OrderedDict()
         self._kept: OrderedDict[int, Released] = OrderedDict()
@@ -64,15 +66,15 @@ class PagePool:
     @property
     def num_available(self) -> int:
         """Pages that can be had: free ones, and cached ones at the price of moving or forgetting them."""
-        return self.num_pages - self.num_referenced
+        return self.num_pages - len(self._held)
 
     @property
     def num_referenced(self) -> int:
-        return self._num_used - len(self._free) - len(self._cached) - len(self._kept)
+        return len(self._held)
 
     def refs(self, page: int) -> int:
         """How many holders name the page."""
-        return self._refs[page]
+        return 1 + self._more.get(page, 0) if page in self._held else 0
 
     def take(self) -> int:
         """A free page, now referenced once. The caller has made sure that one is free."""
@@ -81,22 +83,22 @@ class PagePool:
         else:
             page = self._num_used
             self._num_used += 1
-        self._refs[page] = 1
+        self._held.add(page)
         if self.changed is not None:
             self.changed.add(page)
         return page
 
-    def take_free(self, count: int) -> list[int]:
+    def take_free(self, count: int) -> array[int]:
         """So many free pages, or all that there are, each now referenced once; as `take` gives them one by one."""
         if count <= 0:
-            return []
+            return array("i")
         pages = self._free[-count:]
         del self._free[-count:]
         pages.reverse()
-        first, self._num_used = self._num_used, min(self._num_used + count - len(pages), self.num_pages)
-        pages += range(first, self._num_used)
-        for page in pages:
-            self._refs[page] = 1
+        if len(pages) < count:
+            first, self._num_used = self._num_used, min(self._num_used + count - len(pages), self.num_pages)
+            pages.extend(range(first, self._num_used))
+        self._held.update(pages)
         if self.changed is not None:
             self.changed.update(pages)
         return pages
@@ -105,40 +107,45 @@ class PagePool:
         """Reference these pages of a pool that is as new, once each."""
         taken = set(pages)
         self._num_used = max(taken, default=-1) + 1
-        self._free = [page for page in range(self._num_used - 1, -1, -1) if page not in taken]
-        for page in taken:
-            self._refs[page] = 1
+        self._free = array("i", (page for page in range(self._num_used - 1, -1, -1) if page not in taken))
+        self._held = taken
 
     def acquire(self, page: int) -> None:
         """One more holder of a referenced or cached page."""
-        if self._refs[page] == 0:
+        if page in self._held:
+            self._more[page] = self._more.get(page, 0) + 1
+        else:
             del (self._kept if page in self._kept else self._cached)[page]
-        self._refs[page] += 1
+            self._held.add(page)
         if self.changed is not None:
             self.changed.add(page)
 
     def release(self, page: int, *, findable: bool, kept: bool = False, now: float = 0.0) -> None:
         """One holder less. The last one leaves the page cached if it is findable, else free."""
-        self._refs[page] -= 1
         if self.changed is not None:
             self.changed.add(page)
-        if self._refs[page] == 0:
-            if findable:
-                self._num_releases += 1
-                (self._kept if kept else self._cached)[page] = Released(now, self._num_releases)
-            else:
-                self._free.append(page)
+        if page in self._more:
+            self._more[page] -= 1
+            if not self._more[page]:
+                del self._more[page]
+            return
+        self._held.remove(page)
+        if findable:
+            self._num_releases += 1
+            (self._kept if kept else self._cached)[page] = Released(now, self._num_releases)
+        else:
+            self._free.append(page)
 
-    def release_unfindable(self, pages: Iterable[int]) -> None:
+    def release_unfindable(self, pages: array[int]) -> None:
         """One holder less of each of these pages, none of which is findable."""
-        refs, free = self._refs, self._free.append
+        if self._more:
+            for page in pages:
+                self.release(page, findable=False)
+            return
+        self._held.difference_update(pages)
+        self._free.extend(pages)
         if self.changed is not None:
-            pages = list(pages)
             self.changed.update(pages)
-        for page in pages:
-            refs[page] -= 1
-            if not refs[page]:
-                free(page)
 
     def evict(self, page: int) -> None:
         """Free a cached page."""

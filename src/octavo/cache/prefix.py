@@ -25,6 +25,10 @@ NOWHERE = -1
 TIERS = tuple(Tier)  # an enumeration is slow to go through
 
 
+_NO_KEYS: list[Tokens] = []
+_NO_PROMISE: set[Tokens] = set()
+
+
 class Node:
     """A page of tokens after its parent's.
 
@@ -49,8 +53,8 @@ class Node:
         self.owner = owner
         self.places = [NOWHERE, NOWHERE, NOWHERE]
         self.children: dict[Tokens, Node] = {}
-        self.ordered: list[Tokens] = []
-        self.promised: set[Tokens] = set()
+        self.ordered: list[Tokens] = _NO_KEYS  # its own where it has a child; nodes are many
+        self.promised: set[Tokens] = _NO_PROMISE  # likewise
         self.load: Load | None = None
         self.moves: tuple[Move, ...] = ()
         self.unmoved = False
@@ -190,7 +194,10 @@ class PrefixIndex:
         """Make a page findable as the page of `tokens` after `parent`. The path must be new."""
         node = Node(parent, tokens, owner)
         parent.children[tokens] = node
-        insort(parent.ordered, tokens)
+        if parent.ordered:
+            insort(parent.ordered, tokens)
+        else:
+            parent.ordered = [tokens]
         if parent.parent is None:
             self._firsts.setdefault(tokens, {})[node] = None
         self.put(node, place)
@@ -202,6 +209,15 @@ class PrefixIndex:
         self._by_page[place.tier][place.page] = node
         if self.changed is not None:
             self.changed[place.tier].add(place.page)
+
+    def promise(self, node: Node, tokens: Tokens) -> bool:
+        """Note that a running sequence is about to add this edge; False if another one is."""
+        if tokens in node.promised:
+            return False
+        if not node.promised:
+            node.promised = set()
+        node.promised.add(tokens)
+        return True
 
     def own(self, node: Node, owner: str) -> None:
         """It belongs to the first who asks for it: nobody knows whose it was before a restart."""

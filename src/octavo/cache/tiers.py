@@ -14,6 +14,7 @@ It never touches memory or files, reads no clock, and does not know requests.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field
@@ -192,7 +193,7 @@ class Tiers:
             if len(idle) > self._quota:
                 self.over_quota[node.owner] = None
 
-    def release_pages(self, pages: Iterable[int]) -> None:
+    def release_pages(self, pages: array[int]) -> None:
         """One holder less of each of these pages of the device tier, in this order."""
         if not self.index:
             self.pools[Tier.DEVICE].release_unfindable(pages)

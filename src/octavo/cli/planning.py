@@ -75,15 +75,16 @@ def plan(
     --prompt-tokens, or of three usual mixes of lengths.
     """
     from octavo.engine.sizing import available_memory
+    from octavo.gpus import GB, GPUS
     from octavo.planner import memory as sums
-    from octavo.planner.known import GPUS, MODELS
+    from octavo.planner.known import MODELS
     from octavo.planner.report import document, lines
 
     if show_list:
         for name, known in MODELS.items():
             screen.print(f"{name:<16} {known.num_parameters / 1e9:>7.2f} billion parameters  ({known.source})")
-        for name, size in GPUS.items():
-            screen.print(f"{name:<16} {size:>4} GB")
+        for name, one in GPUS.items():
+            screen.print(f"{name:<16} {one.memory_bytes // GB:>4} GB")
         return
     if model is None:
         raise InvalidRequest("model", "name one: octavo plan MODEL, or see octavo plan --list")
@@ -210,9 +211,10 @@ def _cost(
     calibration: Path | None, model: str | None, gpu: str, count: int, config: EngineConfig
 ) -> tuple[Cost, EngineConfig]:
     """What steps take, and the configuration with the pages of its layout."""
+    from octavo.gpus import GPUS
     from octavo.kv_format import ALIASES
     from octavo.planner.known import MODELS
-    from octavo.simulator.cost import GPUS, Measured, Sheet
+    from octavo.simulator.cost import Measured, Sheet
 
     if (calibration is None) == (model is None):
         raise ConfigError("model", "name either a well-known model, or a --calibration file")
@@ -314,9 +316,10 @@ def advise(
     """
     from octavo.bench import trials
     from octavo.engine.sizing import available_memory
+    from octavo.gpus import GPUS
     from octavo.planner.memory import Device
     from octavo.planner.report import advice_document, advice_lines
-    from octavo.simulator.cost import GPUS, MEMORY_SHARE, Measured, processor
+    from octavo.simulator.cost import MEMORY_SHARE, Measured, processor
 
     if model is None:
         raise InvalidRequest("model", "name one: octavo advise TRACE --model MODEL")

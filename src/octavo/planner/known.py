@@ -1,4 +1,4 @@
-"""Shapes of models and memory of devices that are well known, so that a plan needs no download.
+"""Shapes of models that are well known, so that a plan needs no download.
 
 A shape is that of the config.json of the repository named beside it, on the Hugging Face hub; its number of parameters,
 which the tests compare with the hub's, is a check on every figure. Settings that memory does not depend on are left at
@@ -97,26 +97,3 @@ MODELS = {
     "smollm2-1.7b": _shape("HuggingFaceTB/SmolLM2-1.7B", 24, 2048, 8192, (32, 32, 64), 49152, 8192, tied=True),
     "tinyllama-1.1b": _shape("TinyLlama/TinyLlama-1.1B-Chat-v1.0", 22, 2048, 5632, (32, 4, 64), 32000, 2048),
 }
-
-
-GPUS = {
-    "t4": 16,  # NVIDIA T4 datasheet
-    "v100-32gb": 32,  # NVIDIA V100 datasheet
-    "a10": 24,  # NVIDIA A10 datasheet
-    "l4": 24,  # NVIDIA L4 datasheet
-    "l40s": 48,  # NVIDIA L40S datasheet
-    "rtx-a6000": 48,  # NVIDIA RTX A6000 datasheet
-    "rtx-3090": 24,  # NVIDIA GeForce RTX 3090 specifications
-    "rtx-4090": 24,  # NVIDIA GeForce RTX 4090 specifications
-    "rtx-5090": 32,  # NVIDIA GeForce RTX 5090 specifications
-    "a100-40gb": 40,  # NVIDIA A100 datasheet
-    "a100-80gb": 80,  # NVIDIA A100 datasheet
-    "h100-80gb": 80,  # NVIDIA H100 datasheet
-    "h200": 141,  # NVIDIA H200 datasheet
-    "b200": 180,  # NVIDIA DGX B200 datasheet: 1,440 GB in eight
-    "mi210": 64,  # AMD Instinct MI210 datasheet
-    "mi250x": 128,  # AMD Instinct MI250X datasheet
-    "mi300x": 192,  # AMD Instinct MI300X datasheet
-    "mi325x": 256,  # AMD Instinct MI325X datasheet
-}
-"""Memory in GB (10⁹ bytes) as its maker's data sheet says; drivers show up to 7 % more, an 80 GB A100 81,920 MiB."""

@@ -25,14 +25,14 @@ from typing import Any, NamedTuple
 from octavo.config import EngineConfig, ModelConfig
 from octavo.engine.sizing import host_size, pool_size
 from octavo.errors import ConfigError, ModelError
+from octavo.gpus import GPUS
 from octavo.kv_format import KVFormat, whole_block_size
-from octavo.planner.known import GPUS, Shape
+from octavo.planner.known import Shape
 
 WEIGHT_BITS = {"fp32": 32.0, "bf16": 16.0, "fp16": 16.0, "fp8": 8.0, "int8": 8.5, "int4": 4.5}
 """Of a parameter; int8 and int4 with a scale of 16 bits for each 32 of them (GGUF's Q8_0 and Q4_0)."""
-INDEX_BYTES = (1058, 40)
+INDEX_BYTES = (840, 40)
 """For each page, and for each token in it: CPython 3.11, 20,000 cached pages of random tokens; the tests measure it."""
-GB = 10**9
 USUAL_LENGTHS = (150, 300, 1024, 4096)
 
 
@@ -49,7 +49,7 @@ def gpu(name: str, number: int = 1, share: float = 0.9) -> Device:
     """A GPU of the table. Raises ConfigError."""
     if name not in GPUS:
         raise ConfigError("gpu", f"there is no {name!r}, but {', '.join(GPUS)}; --memory takes any size")
-    return Device(name, GPUS[name] * GB, number, share)
+    return Device(name, GPUS[name].memory_bytes, number, share)
 
 
 class Demand(NamedTuple):

@@ -87,9 +87,11 @@ class Scheduler:
         self._loading: dict[int, Sequence] = {}
         self._waiting: list[tuple[tuple[int, int, int, int], Sequence]] = []  # a heap; finished entries are skipped
         self._num_waiting = 0
+        self._num_filled = 0  # tokens computed of all sequences that have a table
         self._num_arrived = 0
         self._next_seq_id = 0
         self._planned: list[Sequence] = []
+        self._num_decoding = 0  # of these, the first ones
 
     @property
     def num_waiting(self) -> int:
@@ -101,16 +103,8 @@ class Scheduler:
 
     @property
     def slots(self) -> tuple[int, int]:
-        """Token slots in the pages of running sequences that are not set aside: those that hold a token, and those that
-        hold none (yet).
-        """
-        filled = unused = 0
-        for sequences in (self._running, self._parked, self._loading):
-            for sequence in sequences.values():
-                if sequence.table is not None:
-                    filled += sequence.num_computed
-                    unused += len(sequence.table.pages) * self.cache.block_size - sequence.num_computed
-        return filled, unused
+        """Token slots in the pages of running sequences: those that hold a token, and those that hold none (yet)."""
+        return self._num_filled, self.cache.num_named * self.cache.block_size - self._num_filled
 
     @property
     def num_requests(self) -> int:
@@ -200,8 +194,10 @@ class Scheduler:
         """
         self._aside[sequence.seq_id] = self._running.pop(sequence.seq_id)
 
-    def call_back(self, sequence: Sequence) -> None:
-        """The next plan has it again."""
+    def call_back(self, sequence: Sequence, num_computed: int) -> None:
+        """The next plan has it again, with so many tokens computed."""
+        self._num_filled += num_computed - sequence.num_computed
+        sequence.num_computed = num_computed
         self._running[sequence.seq_id] = self._aside.pop(sequence.seq_id)
 
     # ── a step ──
@@ -216,22 +212,28 @@ class Scheduler:
         self.newly_scheduled = []
         self.notes = []
         in_order = sorted(self._running.values(), key=attrgetter("key"))
-        # reserving may preempt sequences further on in the list, which are then no longer running
-        chosen = [(seq, 1) for seq in in_order if seq.phase is Phase.RUNNING and self._reserve_next(seq)]
-        budget = self._max_num_batched_tokens - len(chosen) - len(self._aside)
+        decoding = [seq for seq in in_order if len(seq.token_ids) - seq.num_computed == 1]
+        if not self._extend(decoding):
+            # reserving may preempt sequences further on in the list, which are then no longer running
+            decoding = [seq for seq in decoding if seq.phase is Phase.RUNNING and self._reserve_next(seq)]
+        budget = self._max_num_batched_tokens - len(decoding) - len(self._aside)
         prefilling: list[Sequence] = []
-        if len(chosen) < len(self._running):
+        if len(decoding) < len(self._running):  # the others' pages were reserved at admission
             prefilling = [seq for seq in self._running.values() if seq.num_remaining > 1]
         self._admit(prefilling, budget)
         shares = fair_shares([seq.num_remaining for seq in prefilling], budget)
-        chosen += [(seq, share) for seq, share in zip(prefilling, shares, strict=True) if share]
-        self._planned = [sequence for sequence, _ in chosen]
+        slices = [self._slice(sequence, 1) for sequence in decoding]
+        self._num_decoding = len(slices)
+        for sequence, share in zip(prefilling, shares, strict=True):
+            if share:
+                decoding.append(sequence)
+                slices.append(self._slice(sequence, share))
+        self._planned = decoding
         page_ops = self.cache.take_page_ops()
-        if not chosen and not self._aside and not self.cache.busy and not page_ops:
+        if not slices and not self._aside and not self.cache.busy and not page_ops:
             return None
         self.stats.num_steps += 1
-        slices = [self._slice(sequence, count) for sequence, count in chosen]
-        return StepPlan(self.stats.num_steps, page_ops, slices, wait=not chosen)
+        return StepPlan(self.stats.num_steps, page_ops, slices, wait=not slices)
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Output]:
         """Take a step's result in: pages become findable, tokens are appended, forks made, finished sequences ended."""
@@ -244,14 +246,14 @@ class Scheduler:
             self.cache.lost()
             self._arrive()
         self._learn(plan, result.seconds)
-        commit = self.cache.commit
+        commit, num_computed = self.cache.commit, 0
         for sequence, piece, (sampled, scores) in zip(self._planned, plan.slices, result.slices, strict=True):
             table, group = sequence.table, sequence.group
             if table is None:  # aborted since
                 continue
             count = len(piece.token_ids)
             sequence.num_computed += count
-            self.stats.computed_tokens += count
+            num_computed += count
             commit(table, sequence.token_ids, sequence.num_computed)
             if scores:
                 group.prompt_logprobs.extend(scores)
@@ -264,6 +266,8 @@ class Scheduler:
                 self._take(sequence, sampled, outputs)
             else:
                 self._fan_out(sequence, sampled, outputs)
+        self._num_filled += num_computed
+        self.stats.computed_tokens += num_computed
         for group in searching.values():
             if all(beam.phase is Phase.PARKED for beam in group.live.values()):
                 self._advance(group, outputs)
@@ -282,13 +286,22 @@ class Scheduler:
 
     # ── scheduling, in parts ──
 
+    def _extend(self, sequences: list[Sequence]) -> bool:
+        """Pages for sequences that need just one token; False, and nothing done, if that takes a look at each."""
+        size = self.cache.block_size
+        tables = [
+            table
+            for sequence in sequences
+            if (table := sequence.table) is not None
+            and (table.tail_shared or len(table.pages) * size < len(sequence.token_ids))
+        ]
+        return self.cache.extend(tables)
+
     def _reserve_next(self, sequence: Sequence) -> bool:
         """Pages for a sequence that needs just one token, preempting from the back; False if it had to give way."""
-        table, num_computed, num_tokens = sequence.table, sequence.num_computed, len(sequence.token_ids)
+        table = sequence.table
         assert table is not None
-        if num_tokens - num_computed > 1:  # a prompt under way, whose pages were reserved at admission
-            return False
-        while not self.cache.reserve(table, num_computed, num_tokens):
+        while not self.cache.reserve(table, sequence.num_computed, len(sequence.token_ids)):
             if self._parked:
                 self._preempt_parked(sequence)
                 continue
@@ -354,6 +367,7 @@ class Scheduler:
             sequence.table = admission.table
             sequence.num_computed = admission.num_computed
             sequence.write_start = admission.write_start
+            self._num_filled += admission.num_computed
             sequence.num_at_admission = len(sequence.token_ids)
             self._explain(sequence, admission)
             if group.num_cached_tokens is None:
@@ -403,7 +417,8 @@ class Scheduler:
 
     def _learn(self, plan: StepPlan, seconds: float) -> None:
         """Correct what a token is thought to cost by a step that was mostly prompts."""
-        counts = [(piece.start, len(piece.token_ids)) for piece in plan.slices if len(piece.token_ids) > 1]
+        prompts = plan.slices[self._num_decoding :]
+        counts = [(piece.start, len(piece.token_ids)) for piece in prompts if len(piece.token_ids) > 1]
         if seconds and counts and sum(count for _, count in counts) >= MIN_SHARE:
             self.cache.tiers.costs.computed(counts, seconds)
 
@@ -415,6 +430,7 @@ class Scheduler:
         if sequence.table is not None:
             self.cache.release(sequence.table, sequence.group.session)
             sequence.table = None
+            self._num_filled -= sequence.num_computed
         sequence.num_computed = sequence.write_start = 0
 
     def _preempt(self, sequence: Sequence, needy: Sequence) -> None:
@@ -504,6 +520,7 @@ class Scheduler:
         if parent.table is not None and self._has_place:
             twin.table = self.cache.fork(parent.table)
             twin.num_computed, twin.write_start = parent.num_computed, parent.write_start
+            self._num_filled += twin.num_computed
             self._run(twin)
         else:
             self._enqueue(twin)

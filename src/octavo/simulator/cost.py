@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from octavo.config import ModelConfig
-from octavo.engine.sizing import GIB
 from octavo.errors import ConfigError
+from octavo.gpus import Gpu
 from octavo.kv_format import KVFormat
 from octavo.types import Slice, Tier
 
@@ -153,32 +153,6 @@ class Measured:
 
 
 # ── as a data sheet has it ───────────────────────────────────────────────────────────────────────────────────────
-
-
-class Gpu(NamedTuple):
-    """One GPU: memory in bytes; bytes a second that it reads; bf16 operations a second, dense; bytes a second to its
-    peers and to host memory, in one direction.
-    """
-
-    memory_bytes: int
-    read_rate: float
-    operation_rate: float
-    peer_rate: float
-    host_rate: float
-
-
-GPUS = {
-    "a100-80gb": Gpu(80 * GIB, 2.039e12, 312e12, 300e9, 32e9),
-    "h100": Gpu(80 * GIB, 3.35e12, 989e12, 450e9, 64e9),
-    "h200": Gpu(141 * 10**9, 4.8e12, 989e12, 450e9, 64e9),
-    "b200": Gpu(180 * GIB, 7.7e12, 2250e12, 900e9, 64e9),
-    "l40s": Gpu(48 * GIB, 864e9, 362e12, 32e9, 32e9),
-    "l4": Gpu(24 * GIB, 300e9, 121e12, 32e9, 32e9),
-    "a10g": Gpu(24 * GIB, 600e9, 70e12, 32e9, 32e9),
-    "mi300x": Gpu(192 * GIB, 5.3e12, 1307e12, 448e9, 64e9),
-}
-"""From the makers' data sheets: the SXM boards of A100, H100, H200 and B200 (NVLink 3, 4 and 5), L40S, L4, A10G as AWS
-has it, MI300X. Half of the bidirectional rates of NVLink and PCIe; dense rates where sheets give sparse ones."""
 
 
 def processor(num_cores: int, memory_bytes: int) -> Gpu:

@@ -7,6 +7,7 @@ Memory does not grow with the trace: requests are read as the queue has room for
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import math
 import time
@@ -86,10 +87,9 @@ class PricedExecutor:
         return StepResult([_answer(piece) for piece in plan.slices], ended, seconds)
 
     def glide(self, load: Load) -> float:
-        """Price a step without a plan."""
-        seconds = self._cost.step_s(load)
-        self.now += seconds
-        return seconds
+        """Price a step without a plan; the time when it ends."""
+        self.now += self._cost.step_s(load)
+        return self.now
 
     def close(self) -> None:
         self._moves.clear()
@@ -177,10 +177,11 @@ class Histogram:
         self.count, self.total, self.largest = 0, 0.0, 0.0
 
     def add(self, seconds: float, count: int = 1) -> None:
-        self._counts[round(math.log(max(seconds, 1e-9)) * self._BUCKETS)] += count
+        self._counts[round(math.log(seconds if seconds > 1e-9 else 1e-9) * self._BUCKETS)] += count
         self.count += count
         self.total += seconds * count
-        self.largest = max(self.largest, seconds)
+        if seconds > self.largest:
+            self.largest = seconds
 
     def percentile(self, percent: float) -> float:
         """The smallest time that so many are not above."""
@@ -225,7 +226,7 @@ class Timeline:
     def take(self, core: EngineCore, now: float, stride: Stride | None) -> Sample:
         scheduler = core.scheduler
         pool, host, disk = core.cache.tier_pages().values()
-        empty = scheduler.slots[1] + (stride.slots_empty if stride is not None else 0)
+        empty = scheduler.slots[1] if stride is None else stride.slots_empty
         waiting = scheduler.num_waiting
         sample = Sample(
             now, scheduler.num_running, waiting, pool.referenced, pool.cached, empty,
@@ -352,8 +353,10 @@ class Simulation:
         began, collects = time.perf_counter(), gc.isenabled()
         gc.disable()  # a tree of a million pages is slow to search, and nothing here hangs on itself
         try:
-            while self.step():
-                if shown is not None and self.core.scheduler.stats.num_steps % 256 == 0:
+            for turn in itertools.count(1):
+                if not self.step():
+                    break
+                if shown is not None and turn % 64 == 0:
                     shown(self)
         finally:
             if collects:
@@ -361,7 +364,7 @@ class Simulation:
             self._wall_s += time.perf_counter() - began
 
     def step(self) -> bool:
-        """One step of the engine, or a jump to the next request; False when there is nothing left."""
+        """A step of the engine, a stride, or a jump to the next request; False when there is nothing left."""
         self._feed()
         if not self.core.has_work:
             if self._next is None:
@@ -370,25 +373,35 @@ class Simulation:
             return True
         start = self._executor.now = self.now
         if self._stride is None:
-            outputs, steady = self.core.step(now=start), 0
+            outputs = self.core.step(now=start)
             self.now = self._executor.now
             self._scheduled(start)
+            self._count(outputs, 0, start)
+        elif self._stride.glides():
+            self._glide(self._stride)
         else:
-            outputs, steady = self._strides(self._stride, start)
-        self._count(outputs, steady, start)
+            self._step(self._stride, start)
         return True
 
-    def _strides(self, stride: Stride, start: float) -> tuple[list[Output], int]:
-        """A step with or without the scheduler: outputs, and how many more got a token."""
+    def _glide(self, stride: Stride) -> None:
+        """Steps without the scheduler, until one needs it or a request comes."""
         executor = self._executor
         assert isinstance(executor, PricedExecutor)
-        if stride.glides():
-            load = stride.load
+        comes = self._next is not None and self.core.scheduler.num_waiting < self._enough
+        until = self._next.at if self._next is not None and comes else math.inf
+        while True:
+            start, load = self.now, stride.load
             stride.glide(start)
-            executor.glide(load)
-            self.now = executor.now
-            return [], load.num_rows
-        called = list(stride.call_back())
+            self.now = executor.glide(load)
+            self._ended(start, load.num_rows, load.num_rows)
+            if self.now >= until or not stride.glides():
+                break
+
+    def _step(self, stride: Stride, start: float) -> None:
+        """A step with the scheduler, which sees those to whom something happens."""
+        executor = self._executor
+        assert isinstance(executor, PricedExecutor)
+        called = stride.call_back()
         for sequence in called:
             self._open[sequence.group.request.request_id].latest = start
         executor.aside = stride.load
@@ -397,7 +410,7 @@ class Simulation:
         self.now = executor.now
         stride.stepped(called, self.core.scheduler.stats.computed_tokens == before)
         self._scheduled(start)
-        return outputs, executor.aside.num_rows
+        self._count(outputs, executor.aside.num_rows, start)
 
     def _feed(self) -> None:
         """Hand over the requests that have come, as many as it takes for the scheduler to see no difference."""
@@ -427,7 +440,6 @@ class Simulation:
         """Take outputs in, and `steady` more from those who got a token in the step before as well."""
         figures, now, requests = self.figures, self.now, self._open
         num_tokens = steady + len(outputs)
-        figures.output_tokens += num_tokens
         for output in outputs:
             one = requests[output.request_id]
             if one.latest == start:
@@ -444,6 +456,12 @@ class Simulation:
                 figures.whole.add(now - one.at)
                 if self._chrome is not None:
                     self._chrome.request(output.request_id, (one.at, one.scheduled, one.first, now))
+        self._ended(start, num_tokens, steady)
+
+    def _ended(self, start: float, num_tokens: int, steady: int) -> None:
+        """A step ended in which so many tokens came, `steady` of them from those who got one in the step before."""
+        figures, now = self.figures, self.now
+        figures.output_tokens += num_tokens
         if steady:
             figures.inter_token.add(now - start, steady)
         if self._chrome is not None:

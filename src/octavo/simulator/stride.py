@@ -2,14 +2,15 @@
 
 Of a sequence that has its prompt behind it, all is known beforehand: in which step it needs a page, in which one it has
 filled a page, in which one it ends. Until then it is set aside in the scheduler and only counted. Steps in which
-somebody comes, goes, is at a prompt or may lack pages are the scheduler's, and it sees those to whom something happens.
+somebody comes, goes, is at a prompt or may lack pages are the scheduler's, and it sees those that fill a page or end.
 What comes of it is what comes of steps taken one by one, to the page id: tests compare them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import insort
 
+from octavo.cache.page_table import PageTable
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.sequence import Sequence
 from octavo.simulator.cost import Load
@@ -17,21 +18,20 @@ from octavo.simulator.traces import numbers
 
 
 class _Steady:
-    """A sequence that gets a token a step: at the start of step t it has `base` + t computed.
+    """A sequence that gets a token a step. At the start of step t `base` + t are computed; in step `ends` it ends."""
 
-    It needs a page in step `reserves`, fills one in step `commits`, and ends in step `ends`.
-    """
+    __slots__ = ("aside", "base", "ends", "sequence", "table")
 
-    __slots__ = ("aside", "base", "commits", "ends", "reserves", "sequence")
-
-    def __init__(self, sequence: Sequence, base: int) -> None:
+    def __init__(self, sequence: Sequence, table: PageTable, base: int) -> None:
         self.sequence = sequence
+        self.table = table
         self.base = base
+        self.ends = sequence.group.max_tokens + sequence.group.num_prompt_tokens - 2 - base
         self.aside = False
-        self.reserves = self.commits = self.ends = -1
 
 
-Steps = dict[int, list[_Steady]]
+def _key(one: _Steady) -> tuple[int, int, int, int]:
+    return one.sequence.key
 
 
 class Stride:
@@ -48,10 +48,11 @@ class Stride:
         self._sum = 0
         self._num_aside = 0
         self._all: dict[Sequence, _Steady] = {}
-        self._reserves: Steps = {}
-        self._commits: Steps = {}
-        self._ends: Steps = {}
+        # those aside, in order of service, by the slot of a page where the token of step 0 would lie
+        self._by_slot: list[list[_Steady]] = [[] for _ in range(self._size)]
+        self._ends: dict[int, list[_Steady]] = {}
         self._nothing_new = False
+        self._alone = False  # whether nobody runs but those aside
 
     @property
     def load(self) -> Load:
@@ -60,10 +61,10 @@ class Stride:
 
     @property
     def slots_empty(self) -> int:
-        """Of their pages, now."""
-        steady = [one for one in self._all.values() if one.aside]
-        pages = sum(len(one.sequence.table.pages) for one in steady if one.sequence.table is not None)
-        return pages * self._size - self._sum - self._num_aside * self._step
+        """Of the pages of all who run, now."""
+        filled = self._sum + self._num_aside * self._step
+        filled -= sum(one.sequence.num_computed for one in self._all.values() if one.aside)
+        return self._scheduler.slots[1] - filled
 
     def came(self) -> None:
         """There are new requests."""
@@ -73,53 +74,43 @@ class Stride:
 
     def glides(self) -> bool:
         """Whether this step needs no scheduler."""
-        scheduler, step = self._scheduler, self._step
-        if not self._num_aside or scheduler.num_running > self._num_aside or step in self._ends:
+        scheduler = self._scheduler
+        if not self._alone or self._step in self._ends:
             return False
         if scheduler.num_waiting and not self._nothing_new and self._num_aside < scheduler.max_running:
             return False
-        return step not in self._reserves or len(self._reserves[step]) <= self._cache.pool.num_available
+        return len(self._full) <= self._cache.pool.num_available
 
     def glide(self, now: float) -> None:
         """Make it."""
-        step, cache = self._step, self._cache
-        if step in self._reserves:
-            for one in self._due(self._reserves):
-                table, computed = one.sequence.table, one.base + step
-                assert table is not None
-                cache.reserve(table, computed, computed + 1)
-                one.reserves = step + self._size
-                self._reserves.setdefault(one.reserves, []).append(one)
-        if step in self._commits:
-            cache.tick(now)
-            for one in self._due(self._commits):
-                table = one.sequence.table
-                assert table is not None
+        self._extend()
+        if filling := self._filling:
+            self._cache.tick(now)
+            for one in filling:
                 self._write_out(one)
-                cache.commit(table, one.sequence.token_ids, one.base + step + 1)
-                one.commits = step + self._size
-                self._commits.setdefault(one.commits, []).append(one)
+                self._cache.commit(one.table, one.sequence.token_ids, one.base + self._step + 1)
             self._nothing_new = False
         self._scheduler.stats.num_steps += 1
         self._over()
 
     # ── a step with it ──
 
-    def call_back(self) -> Iterator[Sequence]:
-        """Give the scheduler those back to whom something happens in this step; all, if a page may be lacking."""
-        scarce = len(self._reserves.get(self._step, ())) > self._cache.pool.num_available
-        due = [*self._due(self._reserves), *self._due(self._commits), *self._due(self._ends)]
-        for one in [one for one in self._all.values() if one.aside] if scarce else due:
-            if not one.aside:
-                continue
-            sequence = one.sequence
+    def call_back(self) -> list[Sequence]:
+        """Give the scheduler those back that fill a page or end in this step; all, if a page may be lacking."""
+        ending = self._ends.pop(self._step, ())
+        if len(self._full) > self._cache.pool.num_available:
+            called = [one for one in self._all.values() if one.aside]
+        else:
+            self._extend()
+            called = list({one: None for one in (*self._filling, *ending) if one.aside})
+        for one in called:
             one.aside = False
             self._num_aside -= 1
             self._sum -= one.base
+            self._by_slot[one.base % self._size].remove(one)
             self._write_out(one)
-            sequence.num_computed = one.base + self._step
-            self._scheduler.call_back(sequence)
-            yield sequence
+            self._scheduler.call_back(one.sequence, one.base + self._step)
+        return [one.sequence for one in called]
 
     def stepped(self, called: list[Sequence], nothing_new: bool) -> None:
         """The step was made; unless `nothing_new` it changed more than the number of tokens."""
@@ -132,8 +123,24 @@ class Stride:
             # it got a token in this step, and not all it knows was known when it was admitted
             if sequence.num_remaining == 1 and len(sequence.token_ids) > sequence.num_at_admission:
                 self._set_aside(sequence)
+        self._alone = 0 < self._num_aside == self._scheduler.num_running
 
     # ── inside ──
+
+    @property
+    def _full(self) -> list[_Steady]:
+        """Those whose pages are full, so that they need one in this step."""
+        return self._by_slot[-self._step % self._size]
+
+    @property
+    def _filling(self) -> list[_Steady]:
+        """Those that fill a page in this step, if that matters."""
+        return self._by_slot[(-self._step - 1) % self._size] if self._cache.enable_prefix_caching else []
+
+    def _extend(self) -> None:
+        """Pages for those that need one in this step; there are enough."""
+        if full := self._full:
+            self._cache.extend([one.table for one in full])
 
     def _over(self) -> None:
         self._step += 1
@@ -142,38 +149,17 @@ class Stride:
         stats.generation_tokens += self._num_aside
 
     def _set_aside(self, sequence: Sequence) -> None:
-        base = sequence.num_computed - self._step
+        base, table = sequence.num_computed - self._step, sequence.table
+        assert table is not None
         one = self._all.get(sequence)
         if one is None or one.base != base:
-            one = self._all[sequence] = _Steady(sequence, base)
+            one = self._all[sequence] = _Steady(sequence, table, base)
+            self._ends.setdefault(one.ends, []).append(one)
         one.aside = True
         self._num_aside += 1
         self._sum += base
-        self._note(one)
+        insort(self._by_slot[base % self._size], one, key=_key)
         self._scheduler.set_aside(sequence)
-
-    def _note(self, one: _Steady) -> None:
-        """Note the steps in which something will happen, if that is new."""
-        table, group = one.sequence.table, one.sequence.group
-        assert table is not None
-        reserves = len(table.pages) * self._size - one.base
-        if one.reserves != reserves:
-            one.reserves = reserves
-            self._reserves.setdefault(reserves, []).append(one)
-        commits = (table.num_indexed + 1) * self._size - 1 - one.base
-        if one.commits != commits and self._cache.enable_prefix_caching:
-            one.commits = commits
-            self._commits.setdefault(commits, []).append(one)
-        if one.ends < 0:
-            one.ends = group.max_tokens + group.num_prompt_tokens - 2 - one.base
-            self._ends.setdefault(one.ends, []).append(one)
-
-    def _due(self, steps: Steps) -> list[_Steady]:
-        """Those aside to whom it happens now, in the order of service."""
-        due = [one for one in steps.pop(self._step, ()) if one.aside and self._all.get(one.sequence) is one]
-        if len(due) > 1:
-            due.sort(key=lambda one: one.sequence.key)
-        return due
 
     def _write_out(self, one: _Steady) -> None:
         """The tokens that the sequence has at the start of this step."""

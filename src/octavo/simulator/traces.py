@@ -72,7 +72,7 @@ def read(path: Path, kind: str | None = None, *, chars_per_token: float = 4.0) -
             yield from _in_order(READERS[kind or kind_of(first)](file, chars_per_token))
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest("trace", f"{path} cannot be read: {error}") from error
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+    except (IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
         if isinstance(error, InvalidRequest):
             raise
         raise InvalidRequest("trace", f"{path} is not a trace of this kind: {type(error).__name__}: {error}") from error
@@ -125,11 +125,14 @@ def _in_order(arrivals: Iterable[Arrival]) -> Iterator[Arrival]:
 def _azure(file: IO[str], chars_per_token: float) -> Iterator[Arrival]:
     """TIMESTAMP,ContextTokens,GeneratedTokens: no two prompts have anything in common."""
     began: datetime | None = None
-    for number, row in enumerate(csv.DictReader(file)):
-        time = datetime.fromisoformat(row["TIMESTAMP"])
+    rows = csv.reader(file)
+    names = next(rows, [])
+    at, context, generated = (names.index(name) for name in ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
+    for number, row in enumerate(row for row in rows if row):
+        time = datetime.fromisoformat(row[at])
         began = began or time
-        prompt = tokens_of(number, max(int(row["ContextTokens"]), 1))
-        yield Arrival((time - began).total_seconds(), prompt, max(int(row["GeneratedTokens"]), 1), 0)
+        prompt = tokens_of(number, max(int(row[context]), 1))
+        yield Arrival((time - began).total_seconds(), prompt, max(int(row[generated]), 1), 0)
 
 
 def _mooncake(file: IO[str], chars_per_token: float) -> Iterator[Arrival]:
