@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 from tests.browser.conftest import View
 from tests.browser.fake import FakePool, application, running
@@ -165,6 +166,7 @@ def test_a_screen_reader_finds_names_and_every_text_contrast(busy: str, view: Vi
     page = view(busy, color_scheme=scheme)
     found = controls(page)
     assert [of for of in found if not of["name"].strip()] == []
+    assert Axe().run(page).response["violations"] == []
     roles = [of["role"] for of in found]
     assert roles.count("application") == 2 and roles.count("table") == 3 and roles.count("radio") >= 11
     assert [pair for pair in page.evaluate(CONTRAST) if pair[2] < 4.5] == []
