@@ -109,6 +109,18 @@ def test_where_memory_is_plenty_paging_buys_nothing() -> None:
     assert found.config == config
 
 
+def test_where_computing_again_costs_more_than_a_batch_gains_no_more_run_than_fit() -> None:
+    """All begin together, and their answers fill what their prompts leave."""
+    arrivals = trials.of_lengths("128+128", 0, 48, None, 1)
+    config = EngineConfig(max_model_len=256, kv_cache_memory_bytes=8 * 256 * TOKEN_BYTES)
+    found = trials.advice("full", SHAPE, config, arrivals, 8 * GIB, COST)
+    assert found.config.max_num_seqs == 8 and found.config.kv_layout == "paged" and not found.pays
+    assert found.result.num_preemptions == 0 < found.before.num_preemptions
+    [reason] = [one.reason for one in found.recommendations if one.option == "max_num_seqs"]
+    assert reason == "so many have memory to their ends: none is preempted and computed again"
+    assert not any("plenty" in said for said in found.paging)
+
+
 # ── the search ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 

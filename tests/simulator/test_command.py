@@ -40,7 +40,7 @@ def test_figures_are_printed_and_written(tmp_path: Path) -> None:
     assert figures["whole"] and figures["finished"] == 3
     assert figures["hit_tokens"] == 1024 and figures["hit_rate"] == 1024 / 2150
     assert "3 of 3" in printed and f"{100 * figures['hit_rate']:.1f} % of the prompts' tokens" in printed
-    assert figures["num_pages"] == (4 * 80 * (1 << 30) * 9 // 10 - 2 * 70_552_387_584) // (16 * 327_680)
+    assert figures["num_pages"] == (4 * 80 * 10**9 * 9 // 10 - 2 * 70_552_387_584) // (16 * 327_680)
     assert json.loads((tmp_path / "chrome.json").read_text())
     page = (tmp_path / "it.html").read_text()
     assert page.count("<svg") == 3 and f"{figures['num_pages']:,}; " in page  # the memory, its waste, the sequences
@@ -102,7 +102,7 @@ def test_an_interruption_leaves_the_figures_so_far(tmp_path: Path, monkeypatch: 
     [
         ([], "model: name either a well-known model, or a --calibration file"),
         (["--model", "llama-9"], "model: 'llama-9' is not known: there are .*llama-3.1-8b, "),
-        (["--model", "llama-3.1-8b", "--gpu", "h1000"], "gpu: 'h1000' is not known: there are a100-80gb, "),
+        (["--model", "llama-3.1-8b", "--gpu", "h1000"], "gpu: 'h1000' is not known: there are t4, v100-32gb, "),
         (["--model", "llama-3.1-70b"], "kv_cache_memory_bytes: one page takes 5,242,880 bytes and 0 are given"),
         (["--calibration", "nowhere.json"], "calibration: nowhere.json is no file of octavo bench calibrate"),
     ],

@@ -159,9 +159,10 @@ def _choices(
     pages: tuple[int, ...] = (config.block_size, 16, 32, 64, 128)
     if typical is not None and typical.mean_tokens >= LONG:
         pages = (64, *pages)
+    counts = (16, 64, 256, 1024, *((typical.contiguous_at_once,) if typical is not None else ()))
     dtypes = ("auto", "int8", *(("int4",) if quality_loss else ()))
     found = {
-        "max_num_seqs": (config.max_num_seqs, *(count for count in (16, 64, 256, 1024) if count < len(work.demands))),
+        "max_num_seqs": (config.max_num_seqs, *(count for count in counts if 0 < count < len(work.demands))),
         "max_num_batched_tokens": (config.max_num_batched_tokens, 512, 1024, 4096, 8192),
         "block_size": pages,
         "kv_cache_dtype": (config.kv_cache_dtype, *(dtypes if config.kv_cache_dtype in dtypes else ())),
@@ -287,6 +288,8 @@ def _reason(
     if name == "kv_layout":
         reserved = f"reservations of {sums.max_model_len:,} tokens {typical.contiguous_at_once:,}"
         return f"{int(typical.paged_typically):,} such sequences fit into memory in pages, as {reserved}"
+    if name == "max_num_seqs" and value == typical.contiguous_at_once:
+        return "so many have memory to their ends: none is preempted and computed again"
     if name == "max_num_seqs":
         return f"{result.most_running:,} ran at once at most, {result.running:,.1f} on average"
     if name == "max_num_batched_tokens":
@@ -345,7 +348,7 @@ def _paging(
     said = ["Paging buys nothing here: reservations are as fast, within what can be told."]
     if single:
         said.append("One request runs at a time, and one sequence fits either way.")
-    elif reserved.most_running < num_reservations or num_reservations >= best["max_num_seqs"]:
+    elif reserved.most_running < num_reservations or num_reservations >= search.start["max_num_seqs"]:
         said.append(f"Memory is plenty: it holds {num_reservations:,} reservations of {length}; {most:,} ran at once.")
     if typical is not None and typical.contiguous_waste < 0.3:
         filled = f"{1 - typical.contiguous_waste:.0%}"
