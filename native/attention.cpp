@@ -5,6 +5,9 @@
 // tokens it sees. Eight runs are a part; the parts of a row, each begun afresh, are merged in ascending order. All of it
 // hangs on absolute positions alone, so a row's bits do not depend on its tile, the thread or the page size.
 //
+// Bytes (int8, keys of fp8, nibbles once spread) are multiplied as whole numbers: a row's query is rounded to int16 once,
+// its weights once a run, and their sums are exact in any order.
+//
 //     row at position p, window w:            p-w+1                              p
 //     │ run 0 │ run 1 │ run 2 │ run 3 │ run 4 │ r[un 5 │ run 6 │ run 7 │ run 8 │ r]un 9 │
 //     │                          part 0                                │     part 1 …
@@ -81,8 +84,10 @@ struct Handover {
 struct Memory {
   Handover* handover;
   float *queries, *scores;            // [max_rows][dim], [max_rows][RUN]
+  int16_t *q_codes, *weights;         // the same rounded, weights in the place of scores
+  float *q_units, *units;             // [max_rows]: what they are rounded to
   float *new_highest, *rescale;       // [max_rows + LANES]
-  float *k, *v;                       // a run in float32: [GROUPS][dim][GROUP], [dim / LANES][RUN][LANES]
+  float *k, *v;                       // a run in float32, [GROUPS][dim][GROUP], [dim / LANES][RUN][LANES], or in bytes
   uint8_t *gathered_k, *gathered_v;   // a run of small pages, in the order of pages of 16
   uint16_t *k_scales, *v_scales;      // [RUN] of one
   float *k_factors, *v_factors;       // [RUN]: the scales of the run at hand
@@ -120,6 +125,10 @@ Layout layout(float* base, const Shape& shape) {
   m.handover = reinterpret_cast<Handover*>(take(sizeof(Handover) / sizeof(float)));
   m.queries = take(shape.max_rows * shape.dim);
   m.scores = take(shape.max_rows * RUN);
+  m.q_codes = reinterpret_cast<int16_t*>(take(shape.max_rows * shape.dim / 2));
+  m.weights = reinterpret_cast<int16_t*>(take(shape.max_rows * RUN / 2));
+  m.q_units = take(shape.max_rows);
+  m.units = take(shape.max_rows);
   m.new_highest = take(shape.max_rows + LANES);
   m.rescale = take(shape.max_rows + LANES);
   m.k = take(run);
@@ -180,9 +189,9 @@ constexpr size_t block_of(size_t rows) {
   return (rows + blocks - 1) / blocks;
 }
 
-// Vectors side by side in registers, for so many rows. Nibbles need registers of their own to be unpacked.
-constexpr size_t width(Items items, size_t rows) {
-  return OCTAVO_LEVEL >= 2 || rows == 1 ? 4 : rows <= (items == Items::INT4 ? 2 : 3) ? 2 : 1;
+// Vectors side by side in registers, for so many rows. Products of whole numbers need registers of their own.
+constexpr size_t width(bool whole, size_t rows) {
+  return OCTAVO_LEVEL >= 2 || rows == 1 ? 4 : rows <= (whole ? 2 : 3) ? 2 : 1;
 }
 
 // Asks for a line that the next run reads: into the second-level cache, as a run is as large as the first.
@@ -197,57 +206,58 @@ OCTAVO_INLINE const T* again(const T* p) {
   return p;
 }
 
-// Element WHICH of sixteen items of K. Of INT4, SLOW ones have their signs in a bit of `signs`.
-template <Items I, bool SLOW, size_t WHICH>
-OCTAVO_INLINE f32x16 k_element(const uint8_t* items, const uint8_t* signs, int bit) {
+// Element WHICH of sixteen items of K.
+template <Items I, size_t WHICH>
+OCTAVO_INLINE f32x16 k_element(const uint8_t* items) {
   if constexpr (I == Items::FP32) {
     return load(reinterpret_cast<const float*>(items));
-  } else if constexpr (I == Items::BF16) {
-    return WHICH ? second_of_pairs(load_int(items)) : first_of_pairs(load_int(items));
-  } else if constexpr (I != Items::INT4) {
-    return load_codes(items);
-  } else if constexpr (SLOW) {
-    return WHICH ? load_high_nibbles(items, SLOW_LEVELS, signs, bit) : load_low_nibbles(items, SLOW_LEVELS, signs, bit);
   } else {
-    return WHICH ? load_high_nibbles(items, FAST_LEVELS) : load_low_nibbles(items, FAST_LEVELS);
+    return WHICH ? second_of_pairs(load_int(items)) : first_of_pairs(load_int(items));
   }
 }
 
 // Sixteen columns of V, of the first token of an item or, for BF16, the second.
 template <Items I, size_t WHICH = 0>
 OCTAVO_INLINE f32x16 v_columns(const uint8_t* items) {
-  if constexpr (I == Items::INT4) {
-    return load_nibbles(items, V_LEVELS);
-  } else if constexpr (I == Items::E4M3) {
+  if constexpr (I == Items::E4M3) {
     return load_e4m3(items);
   } else if constexpr (I == Items::E5M2) {
     return load_e5m2(items);
   } else {
-    return k_element<I, false, WHICH>(items, nullptr, 0);
+    return k_element<I, WHICH>(items);
   }
 }
 
-// sums[r][n] += queries[r] · K of the groups at k, for the rows begin … end-1 of K. With AHEAD, asks for those at `ahead`
-// meanwhile: a line of bytes is four rows of a group, or four groups of a row.
-template <Items I, bool AHEAD, bool SLOW, size_t R, size_t N>
-OCTAVO_INLINE void add_scores(f32x16 (&sums)[R][N], const float* queries, size_t dim, const uint8_t* const* k,
-                              const uint8_t* const* ahead, size_t row, size_t g, size_t begin, size_t end) {
+// Whether the row `word` of group g is where the run ahead is asked for: once for a line, which holds several rows of a
+// group, or several groups of a row.
+template <Items I>
+OCTAVO_INLINE bool begins_line(size_t word, size_t g) {
+  return (word + g) % (64 / (GROUP * k_item(I))) == 0;
+}
+
+// scores[r][n · GROUP …] = queries[r] · K of the run's groups g … g+N-1. With AHEAD, asks for those of the run `next`.
+template <Items I, bool AHEAD, size_t R, size_t N>
+void score_block(const float* queries, size_t dim, const Run& run, const Run& next, size_t g, float* scores) {
   constexpr size_t ELEMENTS = k_elements(I);
-  for (size_t word = begin; word < end; ++word) {
+  f32x16 sums[R][N];
+  for (size_t n = 0; n < N; ++n) {
+    for (size_t r = 0; r < R; ++r) {
+      sums[r][n] = zero();
+    }
+  }
+  for (size_t word = 0; word < dim / ELEMENTS; ++word) {
     const float* q = queries + ELEMENTS * word;
-    const size_t slow = ELEMENTS * (word - begin), signs = (end + slow / 8) * row;
-    const int bit = static_cast<int>(slow % 8);
     for (size_t n = 0; n < N; ++n) {
-      const uint8_t* items = k[n] + word * row;
-      if (AHEAD && (item_bytes(I) == 4 || (word + g + n) % 4 == 0)) {
-        prefetch(ahead[n] + word * row);
+      const uint8_t* items = run.k[g + n] + word * run.k_row;
+      if (AHEAD && begins_line<I>(word, g + n)) {
+        prefetch(next.k[g + n] + word * run.k_row);
       }
-      const f32x16 first = k_element<I, SLOW, 0>(items, k[n] + signs, bit);
+      const f32x16 first = k_element<I, 0>(items);
       for (size_t r = 0; r < R; ++r) {
         sums[r][n] = fma(broadcast(q[r * dim]), first, sums[r][n]);
       }
       if constexpr (ELEMENTS == 2) {
-        const f32x16 second = k_element<I, SLOW, 1>(again(items), k[n] + signs, bit + 1);
+        const f32x16 second = k_element<I, 1>(again(items));
         for (size_t r = 0; r < R; ++r) {
           sums[r][n] = fma(broadcast(q[r * dim + 1]), second, sums[r][n]);
         }
@@ -255,28 +265,43 @@ OCTAVO_INLINE void add_scores(f32x16 (&sums)[R][N], const float* queries, size_t
       q = again(q);
     }
   }
-}
-
-// scores[r][n · GROUP …] = queries[r] · K of the run's groups g … g+N-1, `next` being the run ahead.
-template <Items I, bool AHEAD, size_t R, size_t N>
-void score_block(const float* queries, size_t dim, const Run& run, const Run& next, size_t g, float* scores) {
-  f32x16 sums[R][N];
-  const uint8_t *k[N], *ahead[N];
-  for (size_t n = 0; n < N; ++n) {
-    k[n] = run.k[g + n];
-    ahead[n] = next.k[g + n];
-    for (size_t r = 0; r < R; ++r) {
-      sums[r][n] = zero();
-    }
-  }
-  const size_t words = dim / k_elements(I), fast = I == Items::INT4 ? words / 2 : words;
-  add_scores<I, AHEAD, false>(sums, queries, dim, k, ahead, run.k_row, g, 0, fast);
-  if constexpr (I == Items::INT4) {
-    add_scores<I, AHEAD, true>(sums, queries, dim, k, ahead, run.k_row, g, fast, words);
-  }
   for (size_t r = 0; r < R; ++r) {
     for (size_t n = 0; n < N; ++n) {
       store(scores + r * RUN + n * GROUP, sums[r][n]);
+    }
+  }
+}
+
+// The same of pairs of bytes and rounded queries, whose products are whole numbers.
+template <bool AHEAD, size_t R, size_t N>
+void score_codes(const int16_t* queries, const float* units, size_t dim, const Run& run, const Run& next, size_t g,
+                 const float* factors, float* scores) {
+  i32x16 sums[R][N];
+  for (size_t n = 0; n < N; ++n) {
+    for (size_t r = 0; r < R; ++r) {
+      sums[r][n] = broadcast_int(0);
+    }
+  }
+  const size_t row = run.k_row;
+  for (size_t word = 0; word < dim / 2; word += 2) {
+    const int16_t* q = queries + 2 * word;
+    for (size_t n = 0; n < N; ++n) {
+      if (AHEAD) {  // a line is two rows of a group, or two groups of a row
+        prefetch(next.k[g + n] + (word + (g + n) % 2) * row);
+      }
+      const uint8_t* items = run.k[g + n] + word * row;
+      for (size_t i = 0; i < 2; ++i) {
+        const i32x16 pairs = load_pairs(items + i * row);
+        for (size_t r = 0; r < R; ++r) {
+          sums[r][n] = add_products(sums[r][n], broadcast_pair(q + r * dim + 2 * i), pairs);
+        }
+        q = again(q);
+      }
+    }
+  }
+  for (size_t r = 0; r < R; ++r) {
+    for (size_t n = 0; n < N; ++n) {
+      store(scores + r * RUN + n * GROUP, to_float(sums[r][n]) * (load(factors + n * GROUP) * broadcast(units[r])));
     }
   }
 }
@@ -316,7 +341,7 @@ void value_block(const float* weights, size_t begin, size_t end, size_t dim, con
     for (; t + TOKENS <= stop; t += TOKENS, items += row, ahead += row) {
       const float* w = weights + t;
       for (size_t n = 0; n < N; ++n) {
-        if (AHEAD && (item_bytes(I) == 4 || n == 0)) {
+        if (AHEAD && (lane_bytes(I) == 64 || n == 0)) {
           prefetch(ahead + n * columns);
         }
         add_weighted(sums, n, w, v_columns<I>(items + n * columns));
@@ -340,22 +365,84 @@ void value_block(const float* weights, size_t begin, size_t end, size_t dim, con
   }
 }
 
-// scores of all rows for the groups begin … end-1. A few groups are kept near for all blocks of rows.
+// values[r][column + n · LANES …] = rescale[r] · themselves + weights[r] · V of the run's tokens begin … end-1, whole
+// numbers in units[r]. Four tokens at a time: a weight of zero is as good as none.
+template <bool AHEAD, size_t R, size_t N>
+void value_codes(const int16_t* weights, const float* units, const float* rescale, size_t begin, size_t end, size_t dim,
+                 const Run& run, const Run& next, size_t column, float* values) {
+  i32x16 sums[R][N];
+  for (size_t n = 0; n < N; ++n) {
+    for (size_t r = 0; r < R; ++r) {
+      sums[r][n] = broadcast_int(0);
+    }
+  }
+  const size_t row = run.v_row, columns = run.v_columns, offset = column / LANES * columns;
+  const size_t odd = column / LANES % 2 * row, even = row - odd;
+  for (size_t t = begin / 4 * 4; t < end;) {
+    const size_t g = t / GROUP, stop = smaller(end, (g + 1) * GROUP);
+    const uint8_t* items = run.v[g] + t % GROUP / 2 * row + offset;
+    const uint8_t* ahead = next.v[g] + t % GROUP / 2 * row + offset;
+    for (; t < stop; t += 4, items += 2 * row, ahead += 2 * row) {
+      const int16_t* w = weights + t;
+      for (size_t n = 0; n < N; ++n) {
+        if (AHEAD) {  // a line is half a row, or an eighth of two
+          prefetch(ahead + n * columns + (n % 2 ? even : odd));
+        }
+        for (size_t i = 0; i < 2; ++i) {
+          const i32x16 pairs = load_pairs(items + i * row + n * columns);
+          for (size_t r = 0; r < R; ++r) {
+            sums[r][n] = add_products(sums[r][n], broadcast_pair(w + r * RUN + 2 * i), pairs);
+          }
+          w = again(w);
+        }
+      }
+    }
+  }
+  for (size_t r = 0; r < R; ++r) {
+    for (size_t n = 0; n < N; ++n) {
+      float* to = values + r * dim + column + n * LANES;
+      store(to, fma(to_float(sums[r][n]), broadcast(units[r]), load(to) * broadcast(rescale[r])));
+    }
+  }
+}
+
+// Scores of the rows first … last-1 for the groups begin … end-1. A few groups are kept near for all blocks of rows.
 template <Items I, bool AHEAD>
-void scores_of(size_t rows, const float* queries, size_t dim, const Run& run, const Run& next, size_t begin, size_t end,
-               float* scores) {
-  const size_t block = block_of(rows);
+void scores_of(size_t dim, const Memory& memory, size_t first, size_t last, size_t begin, size_t end, const Run& run,
+               const Run& next) {
+  const size_t block = block_of(last - first);
   for (size_t g = begin; g < end;) {
-    const size_t n = g + width(I, block) <= end ? width(I, block) : 1;
-    for (size_t row = 0; row < rows; row += block) {
-      with_count(smaller(block, rows - row), [&](auto count) {
-        constexpr size_t R = decltype(count)::value;
-        // The last block may have fewer rows; its groups are the others' all the same: width(I, R), or one.
-        const auto kernel = n == width(I, R) ? score_block<I, AHEAD, R, width(I, R)> : score_block<I, AHEAD, R, 1>;
-        kernel(queries + row * dim, dim, run, next, g, scores + row * RUN + g * GROUP);
+    const size_t n = g + width(scaled(I), block) <= end ? width(scaled(I), block) : 1;
+    for (size_t row = first; row < last; row += block) {
+      const Run& ahead = row == first ? next : run;
+      float* scores = memory.scores + row * RUN + g * GROUP;
+      with_count(smaller(block, last - row), [&](auto count) {
+        // The last block may have fewer rows; its groups are the others' all the same: width(…, R), or one.
+        constexpr size_t R = decltype(count)::value, N = width(scaled(I), R);
+        if constexpr (scaled(I)) {
+          const auto kernel = n == N ? score_codes<AHEAD, R, N> : score_codes<AHEAD, R, 1>;
+          kernel(memory.q_codes + row * dim, memory.q_units + row, dim, run, ahead, g, memory.k_factors + g * GROUP,
+                 scores);
+        } else {
+          const auto kernel = n == N ? score_block<I, AHEAD, R, N> : score_block<I, AHEAD, R, 1>;
+          kernel(memory.queries + row * dim, dim, run, ahead, g, scores);
+        }
       });
     }
     g += n;
+  }
+}
+
+// Calls body(columns side by side, the first) for all columns of some rows.
+template <bool WHOLE, size_t R, class Body>
+OCTAVO_INLINE void for_columns(size_t dim, const Body& body) {
+  constexpr size_t N = width(WHOLE, R);
+  size_t column = 0;
+  for (; column + N * LANES <= dim; column += N * LANES) {
+    body(Count<N>(), column);
+  }
+  for (; column < dim; column += LANES) {
+    body(Count<1>(), column);
   }
 }
 
@@ -367,14 +454,10 @@ void values_of(size_t rows, const float* weights, size_t begin, size_t end, size
     return;
   }
   with_count(rows, [&](auto count) {
-    constexpr size_t R = decltype(count)::value, N = width(I, R);
-    size_t column = 0;
-    for (; column + N * LANES <= dim; column += N * LANES) {
-      value_block<I, AHEAD, R, N>(weights, begin, end, dim, run, next, column, values);
-    }
-    for (; column < dim; column += LANES) {
-      value_block<I, AHEAD, R, 1>(weights, begin, end, dim, run, next, column, values);
-    }
+    constexpr size_t R = decltype(count)::value;
+    for_columns<false, R>(dim, [&](auto n, size_t column) {
+      value_block<I, AHEAD, R, decltype(n)::value>(weights, begin, end, dim, run, next, column, values);
+    });
   });
 }
 
@@ -385,7 +468,7 @@ void values_of(size_t rows, const float* weights, size_t begin, size_t end, size
 Run locate(const Attention& args, const Tile& tile, size_t start, const Memory& memory) {
   const LayerPages& layer = args.layer;
   const int32_t* pages = args.step.pages + args.step.page_start[tile.slice];
-  const size_t block = layer.block_size, item = item_bytes(layer.items), head = tile.kv_head;
+  const size_t block = layer.block_size, item = k_item(layer.items), head = tile.kv_head;
   const size_t v_row = layer.v_row(), tokens = v_tokens(layer.items);
   const size_t k_group = layer.k_rows() * GROUP * item, v_group = GROUP / tokens * v_row;
   Run run;
@@ -447,42 +530,34 @@ Run after(const Attention& args, const Tile& tile, size_t part, const Run& last,
   return locate(args, next, tile.low / RUN * RUN, memory);
 }
 
-// The groups begin … end-1 of a run in float32, codes without their scales, for many rows to read.
+// The groups begin … end-1 of a run in float32, codes without their scales, for many rows to read. Keys of codes stay.
 template <Items I>
 Run widen(const Run& run, const Run& next, size_t begin, size_t end, size_t dim, const Memory& memory) {
-  constexpr size_t ELEMENTS = k_elements(I), TOKENS = v_tokens(I);
-  const size_t words = dim / ELEMENTS, fast = I == Items::INT4 ? words / 2 : words;
+  constexpr size_t TOKENS = v_tokens(I);
   Run wide = run;
-  wide.k_row = GROUP * sizeof(float);
   wide.v_row = LANES * sizeof(float);
   wide.v_columns = RUN * LANES * sizeof(float);
   for (size_t g = begin; g < end; ++g) {
-    float* k = memory.k + g * GROUP * dim;
-    float* v = memory.v + g * GROUP * LANES;
-    const auto widen_k = [&](auto slow, size_t first, size_t last) {
-      for (size_t word = first; word < last; ++word) {
-        const uint8_t* items = run.k[g] + word * run.k_row;
-        const uint8_t* signs = run.k[g] + (last + ELEMENTS * (word - first) / 8) * run.k_row;
-        const int bit = static_cast<int>(ELEMENTS * (word - first) % 8);
-        if (item_bytes(I) == 4 || (word + g) % 4 == 0) {
-          prefetch(next.k[g] + word * run.k_row);
-        }
-        float* to = k + ELEMENTS * word * GROUP;
-        store(to, k_element<I, decltype(slow)::value != 0, 0>(items, signs, bit));
-        if constexpr (ELEMENTS == 2) {
-          store(to + GROUP, k_element<I, decltype(slow)::value != 0, 1>(items, signs, bit + 1));
-        }
+    for (size_t word = 0; word < dim / k_elements(I); ++word) {
+      const uint8_t* items = run.k[g] + word * run.k_row;
+      if (begins_line<I>(word, g)) {
+        prefetch(next.k[g] + word * run.k_row);
       }
-    };
-    widen_k(Count<0>(), 0, fast);
-    if constexpr (I == Items::INT4) {
-      widen_k(Count<1>(), fast, words);
+      if constexpr (!scaled(I)) {
+        float* to = memory.k + (g * dim + 2 * word) * GROUP;
+        store(to, k_element<I, 0>(items));
+        store(to + GROUP, k_element<I, 1>(items));
+      }
     }
+    if (!scaled(I)) {
+      wide.k[g] = reinterpret_cast<const uint8_t*>(memory.k + g * dim * GROUP);
+    }
+    float* v = memory.v + g * GROUP * LANES;
     for (size_t word = 0; word < GROUP / TOKENS; ++word) {
       for (size_t column = 0; column < dim; column += LANES) {
         const size_t offset = word * run.v_row + column / LANES * lane_bytes(I);
         const uint8_t* items = run.v[g] + offset;
-        if (item_bytes(I) == 4 || column % (4 * LANES) == 0) {
+        if (lane_bytes(I) == 64 || column % (4 * LANES) == 0) {
           prefetch(next.v[g] + offset);
         }
         float* to = v + column * RUN + TOKENS * word * LANES;
@@ -492,10 +567,48 @@ Run widen(const Run& run, const Run& next, size_t begin, size_t end, size_t dim,
         }
       }
     }
-    wide.k[g] = reinterpret_cast<const uint8_t*>(k);
     wide.v[g] = reinterpret_cast<const uint8_t*>(v);
   }
+  if (!scaled(I)) {
+    wide.k_row = GROUP * sizeof(float);
+  }
   return wide;
+}
+
+// The groups begin … end-1 of a run of nibbles as pairs of bytes.
+Run spread(const Run& run, const Run& next, size_t begin, size_t end, size_t dim, const Memory& memory) {
+  const size_t words = dim / 2, k_row = 2 * GROUP, v_row = 2 * dim;
+  Run bytes = run;
+  bytes.k_row = k_row;
+  bytes.v_row = v_row;
+  bytes.v_columns = lane_bytes(Items::INT8);
+  for (size_t g = begin; g < end; ++g) {
+    uint8_t* k = reinterpret_cast<uint8_t*>(memory.k) + g * words * k_row;
+    const uint8_t *items = run.k[g], *signs = items + words * run.k_row;
+    for (size_t word = (GROUPS - g) % GROUPS; word < words + dim / 16; word += GROUPS) {  // where a line begins
+      prefetch(next.k[g] + word * run.k_row);
+    }
+    for (size_t word = 0; word < words / 2; word += 4) {
+      spread_keys<false>(items + word * run.k_row, run.k_row, nullptr, FAST_LEVELS, k + word * k_row);
+    }
+    for (size_t word = words / 2; word < words; word += 4, signs += run.k_row) {
+      spread_keys<true>(items + word * run.k_row, run.k_row, signs, SLOW_LEVELS, k + word * k_row);
+    }
+    uint8_t* v = reinterpret_cast<uint8_t*>(memory.v) + g * (GROUP / 2) * v_row;
+    for (size_t token = 0; token < GROUP; token += 2) {
+      const uint8_t* first = run.v[g] + token * run.v_row;
+      for (size_t offset = 0; offset < 2 * run.v_row; offset += 64) {
+        prefetch(next.v[g] + token * run.v_row + offset);
+      }
+      for (size_t column = 0; column < dim; column += LANES) {
+        const uint8_t* at = first + column / 2;
+        spread_values(at, at + run.v_row, V_LEVELS, v + token / 2 * v_row + 2 * column);
+      }
+    }
+    bytes.k[g] = k;
+    bytes.v[g] = v;
+  }
+  return bytes;
 }
 
 // ── one part ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -515,37 +628,39 @@ void find_seen(const Attention& args, const Tile& tile, const Shape& shape, size
   }
 }
 
-// Scales and masks the scores of a row and returns the largest.
-template <bool SCALED>
-float mask(float* scores, Seen seen, const float* factors) {
+// What a row sees of the group at t, `fill` in place of the rest.
+OCTAVO_INLINE f32x16 seen_of(f32x16 group, size_t t, Seen seen, f32x16 fill) {
+  if (seen.end < t + GROUP) {
+    group = where_first(seen.end - t, group, fill);
+  }
+  if (seen.begin > t) {
+    group = where_first(seen.begin - t, fill, group);
+  }
+  return group;
+}
+
+// Masks the scores of a row and returns the largest.
+float mask(float* scores, Seen seen) {
   f32x16 highest = nothing_seen();
   for (size_t t = seen.begin / GROUP * GROUP; t < seen.end; t += GROUP) {
-    f32x16 group = load(scores + t);
-    if constexpr (SCALED) {
-      group = group * load(factors + t);
-    }
-    if (seen.end < t + GROUP) {
-      group = where_first(seen.end - t, group, nothing_seen());
-    }
-    if (seen.begin > t) {
-      group = where_first(seen.begin - t, nothing_seen(), group);
-    }
+    const f32x16 group = seen_of(load(scores + t), t, seen, nothing_seen());
     store(scores + t, group);
     highest = max(group, highest);
   }
   return largest(highest);
 }
 
-// One run, its groups begin … end-1, for the rows first … last-1, all of which see some of it.
-template <Items I, bool AHEAD, bool SCALED>
+// One run, its groups begin … end-1, for the rows first … last-1, all of which see some of it. K and V say how the run's
+// numbers lie: codes are INT8.
+template <Items K, Items V, bool AHEAD>
 void attend_rows(size_t dim, const Memory& memory, const State& state, size_t first, size_t last, size_t begin,
                  size_t end, const Run& run, const Run& next) {
+  constexpr bool SCALED = scaled(K), WHOLE = V == Items::INT8;
   const Seen* seen = memory.seen;
-  scores_of<I, AHEAD>(last - first, memory.queries + first * dim, dim, run, next, begin, end,
-                          memory.scores + first * RUN);
+  scores_of<K, AHEAD>(dim, memory, first, last, begin, end, run, next);
 
   for (size_t row = first; row < last; ++row) {
-    const float highest = mask<SCALED>(memory.scores + row * RUN, seen[row], memory.k_factors);
+    const float highest = mask(memory.scores + row * RUN, seen[row]);
     memory.new_highest[row] = highest > state.highest[row] ? highest : state.highest[row];
   }
   for (size_t row = first; row < last; row += LANES) {
@@ -554,37 +669,59 @@ void attend_rows(size_t dim, const Memory& memory, const State& state, size_t fi
   }
   for (size_t row = first; row < last; ++row) {
     const f32x16 highest = broadcast(memory.new_highest[row]), rescale = broadcast(memory.rescale[row]);
+    const size_t from = seen[row].begin / GROUP * GROUP;
+    float* scores = memory.scores + row * RUN;
     f32x16 sum = load(state.sum + row * LANES) * rescale;
-    for (size_t t = seen[row].begin / GROUP * GROUP; t < seen[row].end; t += GROUP) {
-      float* group = memory.scores + row * RUN + t;
-      const f32x16 weight = exp(load(group) - highest);
+    for (size_t t = from; t < seen[row].end; t += GROUP) {
+      f32x16 weight = exp(load(scores + t) - highest);
       sum = sum + weight;
-      store(group, SCALED ? weight * load(memory.v_factors + t) : weight);
+      if constexpr (SCALED) {
+        weight = weight * load(memory.v_factors + t);
+      }
+      store(scores + t, WHOLE ? seen_of(weight, t, seen[row], zero()) : weight);
     }
     store(state.sum + row * LANES, sum);
-    for (size_t column = 0; column < dim; column += LANES) {
-      float* values = state.values + row * dim + column;
-      store(values, load(values) * rescale);
-    }
     state.highest[row] = memory.new_highest[row];
+    if constexpr (WHOLE) {
+      int16_t* weights = memory.weights + row * RUN;
+      memset(weights, 0, RUN * sizeof(int16_t));
+      memory.units[row] = round16(scores + from, (seen[row].end - from + GROUP - 1) / GROUP * GROUP, weights + from);
+    } else {
+      for (size_t column = 0; column < dim; column += LANES) {
+        float* values = state.values + row * dim + column;
+        store(values, load(values) * rescale);
+      }
+    }
   }
 
-  // The rows of a block differ in what they see only near their own positions and where the window begins.
   const size_t block = block_of(last - first);
   for (size_t row = first; row < last; row += block) {
     const size_t rows = smaller(block, last - row);
     const Seen earliest = seen[row], latest = seen[row + rows - 1];
-    const Seen common = latest.begin < earliest.end ? Seen{latest.begin, earliest.end} : Seen{RUN, RUN};
-    const auto alone = [&](size_t r, size_t from, size_t to) {
-      values_of<I, false>(1, memory.scores + r * RUN, from, to, dim, run, run, state.values + r * dim);
-    };
-    for (size_t r = row; r < row + rows; ++r) {
-      alone(r, seen[r].begin, smaller(seen[r].end, common.begin));
-    }
-    values_of<I, AHEAD>(rows, memory.scores + row * RUN, common.begin, common.end, dim, run, next,
-                            state.values + row * dim);
-    for (size_t r = row; r < row + rows; ++r) {
-      alone(r, larger(seen[r].begin, common.end), seen[r].end);
+    const Run& ahead = row == first ? next : run;
+    if constexpr (WHOLE) {  // a row's weights of tokens that it does not see are zero
+      with_count(rows, [&](auto count) {
+        constexpr size_t R = decltype(count)::value;
+        for_columns<true, R>(dim, [&](auto n, size_t column) {
+          value_codes<AHEAD, R, decltype(n)::value>(memory.weights + row * RUN, memory.units + row, memory.rescale + row,
+                                                    earliest.begin, latest.end, dim, run, ahead, column,
+                                                    state.values + row * dim);
+        });
+      });
+    } else {
+      // The rows of a block differ in what they see only near their own positions and where the window begins.
+      const Seen common = latest.begin < earliest.end ? Seen{latest.begin, earliest.end} : Seen{RUN, RUN};
+      const auto alone = [&](size_t r, size_t from, size_t to) {
+        values_of<V, false>(1, memory.scores + r * RUN, from, to, dim, run, run, state.values + r * dim);
+      };
+      for (size_t r = row; r < row + rows; ++r) {
+        alone(r, seen[r].begin, smaller(seen[r].end, common.begin));
+      }
+      values_of<V, AHEAD>(rows, memory.scores + row * RUN, common.begin, common.end, dim, run, ahead,
+                          state.values + row * dim);
+      for (size_t r = row; r < row + rows; ++r) {
+        alone(r, larger(seen[r].begin, common.end), seen[r].end);
+      }
     }
   }
 }
@@ -593,6 +730,8 @@ void attend_rows(size_t dim, const Memory& memory, const State& state, size_t fi
 template <Items I>
 void attend_run(size_t dim, const Memory& memory, const State& state, size_t first, size_t last, size_t begin, size_t end,
                 const Run& run, const Run& next) {
+  constexpr Items K = scaled(I) ? Items::INT8 : I;
+  constexpr Items WIDE_K = scaled(I) ? Items::INT8 : Items::FP32;
   if constexpr (scaled(I)) {
     for (size_t g = begin; g < end; ++g) {
       prefetch(next.k_scales[g]);
@@ -601,12 +740,16 @@ void attend_run(size_t dim, const Memory& memory, const State& state, size_t fir
       store(memory.v_factors + g * GROUP, load_bf16(run.v_scales[g]));
     }
   }
-  if (I != Items::FP32 && (OCTAVO_LEVEL == 0 || last - first > BLOCK)) {
+  if constexpr (I == Items::INT4) {
+    const Run bytes = spread(run, next, begin, end, dim, memory);
+    attend_rows<K, Items::INT8, false>(dim, memory, state, first, last, begin, end, bytes, bytes);
+  } else if constexpr (I == Items::INT8 || I == Items::FP32) {
+    attend_rows<K, I, true>(dim, memory, state, first, last, begin, end, run, next);
+  } else if (OCTAVO_LEVEL == 0 || last - first > BLOCK) {
     const Run wide = widen<I>(run, next, begin, end, dim, memory);
-    attend_rows<Items::FP32, false, scaled(I)>(dim, memory, state, first, last, begin, end, wide, wide);
-  } else {
-    attend_rows<OCTAVO_LEVEL == 0 ? Items::FP32 : I, true, scaled(I)>(dim, memory, state, first, last, begin, end, run,
-                                                                      next);
+    attend_rows<WIDE_K, Items::FP32, false>(dim, memory, state, first, last, begin, end, wide, wide);
+  } else if constexpr (OCTAVO_LEVEL != 0) {
+    attend_rows<K, I, true>(dim, memory, state, first, last, begin, end, run, next);
   }
 }
 
@@ -683,17 +826,21 @@ void merge(const State& whole, const State& part, size_t rows, size_t dim) {
   }
 }
 
-void load_queries(const Attention& args, const Tile& tile, const Shape& shape, float* queries) {
+void load_queries(const Attention& args, const Tile& tile, const Shape& shape, const Memory& memory) {
   const size_t row_floats = (args.num_heads + 2 * args.layer.num_kv_heads) * shape.dim;
   const size_t used = shape.heads_per_kv * shape.dim;
   const f32x16 scale = broadcast(static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(shape.dim))));
-  for (size_t token = 0; token < tile.num_tokens; ++token) {
-    const float* from = args.qkv + (tile.token + token) * row_floats + tile.kv_head * used;
-    for (size_t i = 0; i < used; i += LANES) {
-      store(queries + token * used + i, load(from + i) * scale);
+  for (size_t row = 0; row < tile.num_tokens * shape.heads_per_kv; ++row) {
+    const float* from = args.qkv + (tile.token + row / shape.heads_per_kv) * row_floats + tile.kv_head * used +
+                        row % shape.heads_per_kv * shape.dim;
+    float* query = memory.queries + row * shape.dim;
+    for (size_t d = 0; d < shape.dim; d += LANES) {
+      store(query + d, load(from + d) * scale);
     }
-    for (size_t i = 0; scaled(args.layer.items) && i < used; i += shape.dim) {
-      turn(queries + token * used + i, shape.dim);
+    if (scaled(args.layer.items)) {
+      float turned[MAX_HEAD_DIM];
+      turn(query, turned, shape.dim);
+      memory.q_units[row] = round16(turned, shape.dim, memory.q_codes + row * shape.dim);
     }
   }
 }
@@ -704,11 +851,13 @@ void write_out(const Attention& args, const Tile& tile, const Shape& shape, cons
     float* out = args.out + (tile.token + row / shape.heads_per_kv) * args.num_heads * shape.dim + tile.kv_head * used +
                  row % shape.heads_per_kv * shape.dim;
     const f32x16 total = broadcast(sum(load(state.sum + row * LANES)));
+    float turned[MAX_HEAD_DIM];
+    float* to = scaled(args.layer.items) ? turned : out;
     for (size_t column = 0; column < shape.dim; column += LANES) {
-      store(out + column, load(state.values + row * shape.dim + column) / total);
+      store(to + column, load(state.values + row * shape.dim + column) / total);
     }
     if (scaled(args.layer.items)) {
-      turn_back(out, shape.dim);
+      turn_back(turned, out, shape.dim);
     }
   }
 }
@@ -763,7 +912,7 @@ void attend_items(const Attention& args, size_t thread) {
     const bool is_first = part == tile.low / PART, is_last = (part + 1) * PART >= tile.high;
     const size_t rows = tile.num_tokens * shape.heads_per_kv;
     if (is_first || !entered) {
-      load_queries(args, tile, shape, memory.queries);
+      load_queries(args, tile, shape, memory);
       entered = true;
     }
     if (is_first) {

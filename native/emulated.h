@@ -77,11 +77,12 @@ OCTAVO_EMULATE __m512 _mm512_max_ps(__m512 a, __m512 b) {
 OCTAVO_EMULATE __m512 _mm512_min_ps(__m512 a, __m512 b) {
   OCTAVO_HALVES(__m512, __m256, _mm256_min_ps(half<__m256>(a, h), half<__m256>(b, h)));
 }
-OCTAVO_EMULATE __m512 _mm512_roundscale_ps(__m512 a, int to_nearest) {
-  if (to_nearest != 0) {
+OCTAVO_EMULATE __m512 _mm512_roundscale_ps(__m512 a, int mode) {
+  if (mode != 0 && mode != 2) {
     __builtin_trap();
   }
-  OCTAVO_HALVES(__m512, __m256, _mm256_round_ps(half<__m256>(a, h), _MM_FROUND_TO_NEAREST_INT));
+  OCTAVO_HALVES(__m512, __m256,
+                mode ? _mm256_ceil_ps(half<__m256>(a, h)) : _mm256_round_ps(half<__m256>(a, h), _MM_FROUND_TO_NEAREST_INT));
 }
 [[gnu::noinline, maybe_unused]] __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int predicate) {
   unsigned mask = 0;
@@ -154,6 +155,12 @@ OCTAVO_EMULATE __m512i _mm512_cvtepu16_epi32(__m256i a) {
 }
 OCTAVO_EMULATE __m512i _mm512_cvtepi8_epi32(__m128i a) {
   return same_bits<__m512i>(__builtin_convertvector(same_bits<I8x16>(a), I32));
+}
+OCTAVO_EMULATE __m512i _mm512_cvtepi8_epi16(__m256i a) {
+  OCTAVO_HALVES(__m512i, __m256i, _mm256_cvtepi8_epi16(half<__m128i>(a, h)));
+}
+OCTAVO_EMULATE __m512i _mm512_dpwssd_epi32(__m512i c, __m512i a, __m512i b) {
+  OCTAVO_HALVES(__m512i, __m256i, _mm256_add_epi32(half<__m256i>(c, h), _mm256_madd_epi16(half<__m256i>(a, h), half<__m256i>(b, h))));
 }
 [[gnu::noinline, maybe_unused]] __m512i _mm512_dpbusd_epi32(__m512i c, __m512i a, __m512i b) {
   I32 sums = same_bits<I32>(c);

@@ -65,34 +65,47 @@ uint16_t encode8(Items items, const float* head, size_t dim, uint8_t* codes) {
   const Scale scale = scale_of(magnitude_of(head, dim), 1.0f / top);
   for (size_t d = 0; d < dim; d += LANES) {
     const f32x16 values = min(max(units(load(head + d), scale.inverse), broadcast(-top)), broadcast(top));
-    store_low8(codes + d, items == Items::INT8   ? to_int(values)
+    store(codes + d, low8(items == Items::INT8   ? to_int(values)
                           : items == Items::E4M3 ? fp8_of<3>(values)
-                                                 : fp8_of<2>(values));
+                                                 : fp8_of<2>(values)));
   }
   return scale.bf16;
 }
 
-// The levels nearest to some magnitudes and their numbers, of `count` levels.
-struct Nearest {
-  f32x16 level, index;
+// Twice the middles between levels, less 128, in each lane. As they are whole, a number's double is above one if it is
+// once it has been rounded up.
+struct Middles {
+  int8_t of[15][LANES];
 };
 
-OCTAVO_INLINE Nearest nearest(f32x16 sizes, const int8_t* levels, size_t count) {
-  Nearest found = {broadcast(levels[0]), zero()};
-  for (size_t i = 1; i < count; ++i) {
-    const f32x16 middle = broadcast(static_cast<float>(levels[i - 1] + levels[i]) * 0.5f);
-    found.level = where_less(middle, sizes, broadcast(levels[i]), found.level);
-    found.index = where_less(middle, sizes, broadcast(static_cast<float>(i)), found.index);
+constexpr Middles middles_of(const int8_t (&levels)[16]) {
+  Middles middles = {};
+  for (size_t k = 0; k < 15; ++k) {
+    for (size_t i = 0; i < LANES; ++i) {
+      middles.of[k][i] = static_cast<int8_t>(levels[k] + levels[k + 1] - 128);
+    }
   }
-  return found;
+  return middles;
 }
+
+constexpr Middles V_MIDDLES = middles_of(V_LEVELS), FAST_MIDDLES = middles_of(FAST_LEVELS),
+                  SLOW_MIDDLES = middles_of(SLOW_LEVELS);
 
 struct Levels {
   const int8_t* of;
+  const Middles* middles;
   size_t count;
 };
 
-constexpr float FACTORS[5] = {1.0f, 0.9f, 0.8f, 0.7f, 0.6f};
+// Numbers of the levels nearest to some magnitudes, the lower one in the middle.
+OCTAVO_INLINE u8x16 nearest(f32x16 sizes, const Levels& levels) {
+  const i32x16 doubled = to_int(min(ceil(sizes + sizes), broadcast(255.0f)));
+  const u8x16 bytes = low8(doubled + broadcast_int(-128));
+  return levels.count == 8 ? count_above<7>(bytes, levels.middles->of) : count_above<15>(bytes, levels.middles->of);
+}
+
+constexpr size_t NUM_FACTORS = 5;
+constexpr float FACTORS[NUM_FACTORS] = {1.0f, 0.9f, 0.8f, 0.7f, 0.6f};
 
 // Codes of a head whose halves have levels of their own, sign · count + index. Of five scales, that of the least error.
 uint16_t encode4(const float* head, size_t dim, const Levels (&levels)[2], uint8_t* codes) {
@@ -102,23 +115,28 @@ uint16_t encode4(const float* head, size_t dim, const Levels (&levels)[2], uint8
     const float part = magnitude_of(head + h * half, half) * (1.0f / levels[h].of[levels[h].count - 1]);
     need = part > need || part != part ? part : need;  // NaN stays
   }
-  Scale best = scale_of(need, 1.0f);
-  float least = __builtin_inff();
-  for (const float factor : FACTORS) {
-    const Scale scale = scale_of(need, factor);
-    f32x16 errors = zero();
+  // All errors before any is looked at: a wrong guess would have to wait for one, five times over.
+  Scale scales[NUM_FACTORS];
+  float errors[NUM_FACTORS];
+  for (size_t f = 0; f < NUM_FACTORS; ++f) {
+    scales[f] = scale_of(need, FACTORS[f]);
+    f32x16 squares = zero();
     for (size_t h = 0; h < 2; ++h) {
       for (size_t i = 0; i < half; i += LANES) {
-        const f32x16 sizes = magnitude(units(load_next(head + h * half + i, half - i), scale.inverse));
-        const f32x16 error = nearest(sizes, levels[h].of, levels[h].count).level - sizes;
+        const f32x16 sizes = magnitude(units(load_next(head + h * half + i, half - i), scales[f].inverse));
+        const f32x16 error = signed_float(look_up(nearest(sizes, levels[h]), levels[h].of)) - sizes;
         const f32x16 square = error * error;
-        errors = errors + (half - i < LANES ? where_first(half - i, square, zero()) : square);
+        squares = squares + (half - i < LANES ? where_first(half - i, square, zero()) : square);
       }
     }
-    const float error = sum(errors) * (scale.value * scale.value);
-    if (error < least) {
-      least = error;
-      best = scale;
+    errors[f] = sum(squares) * (scales[f].value * scales[f].value);
+  }
+  Scale best = scales[0];
+  float least = __builtin_inff();
+  for (size_t f = 0; f < NUM_FACTORS; ++f) {
+    if (errors[f] < least) {
+      least = errors[f];
+      best = scales[f];
     }
   }
   for (size_t h = 0; h < 2; ++h) {
@@ -127,15 +145,15 @@ uint16_t encode4(const float* head, size_t dim, const Levels (&levels)[2], uint8
       const f32x16 values = units(load_next(head + h * half + i, n), best.inverse);
       const i32x16 sign = shift_right<31>(bits(values)) * broadcast_int(static_cast<int>(levels[h].count));
       uint8_t bytes[LANES];
-      store_low8(bytes, to_int(nearest(magnitude(values), levels[h].of, levels[h].count).index) + sign);
+      store(bytes, nearest(magnitude(values), levels[h]) + low8(sign));
       memcpy(codes + h * half + i, bytes, n);
     }
   }
   return best.bf16;
 }
 
-constexpr Levels K_CODES[2] = {{FAST_LEVELS, 8}, {SLOW_LEVELS, 16}};
-constexpr Levels V_CODES[2] = {{V_LEVELS, 8}, {V_LEVELS, 8}};
+constexpr Levels K_CODES[2] = {{FAST_LEVELS, &FAST_MIDDLES, 8}, {SLOW_LEVELS, &SLOW_MIDDLES, 16}};
+constexpr Levels V_CODES[2] = {{V_LEVELS, &V_MIDDLES, 8}, {V_LEVELS, &V_MIDDLES, 8}};
 
 }  // namespace
 }  // namespace octavo::OCTAVO_VARIANT

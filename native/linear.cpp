@@ -85,7 +85,7 @@ void quantize(const float* x, size_t groups, QuantGroup* out) {
     for (int h = 0; h < 2; ++h) {
       const f32x16 q = round(half[h] * broadcast(inverse * static_cast<float>(1 << finer[h])));
       const f32x16 codes = where_nan(q, zero(), q);
-      store_low8(out->codes + static_cast<size_t>(h) * LANES, to_int(codes));
+      store(out->codes + static_cast<size_t>(h) * LANES, low8(to_int(codes)));
       const float sum_of_codes = sum(codes);
       const int factor = 1 << (finest - finer[h]);
       sums[h] = sum_of_codes * static_cast<float>(factor);

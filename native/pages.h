@@ -2,14 +2,15 @@
 //
 // K of a head is rows of items, a row for each item of a token, V rows of elements, a row for each token or pair of tokens:
 //
-//     items      bytes  K                                             V
-//     FP32       4      [head_dim][block_size]                        [block_size][head_dim]
-//     BF16       4      [head_dim / 2][block_size], pairs             [block_size / 2][head_dim], pairs
-//     INT8, fp8  1      [head_dim][block_size]                        [block_size][head_dim]
-//     INT4       1      [head_dim / 2][block_size], pairs of nibbles  [block_size][head_dim / 16][8], nibbles i and i + 8
-//                       + [head_dim / 16][block_size] of signs
+//     items  bytes of K, V  K                                             V
+//     FP32   4, 4           [head_dim][block_size]                        [block_size][head_dim]
+//     BF16   4, 4           [head_dim / 2][block_size], pairs             [block_size / 2][head_dim], pairs
+//     INT8   2, 2           [head_dim / 2][block_size], pairs             [block_size / 2][head_dim], pairs
+//     fp8    2, 1           as INT8                                       [block_size][head_dim]
+//     INT4   1, ½           [head_dim / 2][block_size], pairs of nibbles  [block_size][head_dim / 16][8], nibbles i and i + 8
+//                           + [head_dim / 16][block_size] of signs
 //
-// The first of a pair lies in the low half. The keys of the fp8 formats are int8.
+// The first of a pair lies in the low half.
 #pragma once
 
 #include <stddef.h>
@@ -19,13 +20,15 @@ namespace octavo {
 
 enum class Items { FP32, BF16, INT8, E4M3, E5M2, INT4 };
 
-constexpr size_t item_bytes(Items items) { return items == Items::FP32 || items == Items::BF16 ? 4 : 1; }
-// Elements of K in an item, tokens of V in one, and bytes of sixteen columns of V.
-constexpr size_t k_elements(Items items) { return items == Items::BF16 || items == Items::INT4 ? 2 : 1; }
-constexpr size_t v_tokens(Items items) { return items == Items::BF16 ? 2 : 1; }
-constexpr size_t lane_bytes(Items items) { return items == Items::INT4 ? 8 : 16 * item_bytes(items); }
 // Whether these are codes of rotated heads, with a scale for each token and head.
-constexpr bool scaled(Items items) { return item_bytes(items) == 1; }
+constexpr bool scaled(Items items) { return items != Items::FP32 && items != Items::BF16; }
+// Elements of K in an item and bytes of one; tokens of V in a row, and bytes of sixteen columns.
+constexpr size_t k_elements(Items items) { return items == Items::FP32 ? 1 : 2; }
+constexpr size_t k_item(Items items) { return items == Items::INT4 ? 1 : scaled(items) ? 2 : 4; }
+constexpr size_t v_tokens(Items items) { return items == Items::BF16 || items == Items::INT8 ? 2 : 1; }
+constexpr size_t lane_bytes(Items items) {
+  return items == Items::INT4 ? 8 : items == Items::INT8 ? 32 : scaled(items) ? 16 : 64;
+}
 
 // One layer of every page of a pool.
 struct LayerPages {
@@ -40,7 +43,7 @@ struct LayerPages {
   size_t k_rows() const { return head_dim / k_elements(items) + (items == Items::INT4 ? head_dim / 16 : 0); }
   size_t v_row() const { return head_dim / 16 * lane_bytes(items); }
   // Bytes of a head.
-  size_t k_bytes() const { return k_rows() * block_size * item_bytes(items); }
+  size_t k_bytes() const { return k_rows() * block_size * k_item(items); }
   size_t v_bytes() const { return block_size / v_tokens(items) * v_row(); }
   size_t layer_bytes() const {
     return num_kv_heads * (k_bytes() + v_bytes() + (scaled(items) ? 2 * block_size * sizeof(uint16_t) : 0));

@@ -32,6 +32,15 @@ void write_column(uint8_t* k_head, size_t block_size, size_t slot, const Item* i
   }
 }
 
+// Writes a token's row of V: the first or the second of each pair.
+template <class Element>
+void write_paired(uint8_t* row, size_t slot, const Element* elements, size_t count) {
+  Element* to = reinterpret_cast<Element*>(row) + slot % 2;
+  for (size_t i = 0; i < count; ++i) {
+    to[2 * i] = elements[i];
+  }
+}
+
 void write_bf16(const LayerPages& layer, uint8_t* k_head, uint8_t* v_head, size_t slot, const float* k, const float* v) {
   const size_t dim = layer.head_dim;
   uint16_t k_bf16[MAX_HEAD_DIM], v_bf16[MAX_HEAD_DIM];
@@ -42,10 +51,7 @@ void write_bf16(const LayerPages& layer, uint8_t* k_head, uint8_t* v_head, size_
   }
   memcpy(pairs, k_bf16, dim * sizeof(uint16_t));
   write_column(k_head, layer.block_size, slot, pairs, dim / 2);
-  uint16_t* row = reinterpret_cast<uint16_t*>(v_head + slot / 2 * layer.v_row()) + slot % 2;
-  for (size_t d = 0; d < dim; ++d) {
-    row[2 * d] = v_bf16[d];
-  }
+  write_paired(v_head + slot / 2 * layer.v_row(), slot, v_bf16, dim);
 }
 
 // Codes of four and five bits as rows of K: pairs of nibbles, then the fifth bits.
@@ -81,7 +87,7 @@ void write(const LayerPages& layer, int32_t page, size_t head, size_t slot, cons
     write_bf16(layer, k_head, v_head, slot, k, v);
     return;
   }
-  uint8_t* v_row = v_head + slot * layer.v_row();
+  uint8_t* v_row = v_head + slot / v_tokens(layer.items) * layer.v_row();
   if (layer.items == Items::FP32) {
     write_column(k_head, layer.block_size, slot, k, dim);
     memcpy(v_row, v, dim * sizeof(float));
@@ -90,21 +96,23 @@ void write(const LayerPages& layer, int32_t page, size_t head, size_t slot, cons
   float turned[MAX_HEAD_DIM];
   uint8_t codes[MAX_HEAD_DIM];
   const bool small = layer.items == Items::INT4;
-  memcpy(turned, k, dim * sizeof(float));
-  turn(turned, dim);
+  turn(k, turned, dim);
   k_scales(layer, page, head)[slot] =
       small ? encode4(turned, dim, K_CODES, codes) : encode8(Items::INT8, turned, dim, codes);
   if (small) {
     write_k_nibbles(layer, k_head, slot, codes);
   } else {
-    write_column(k_head, layer.block_size, slot, codes, dim);
+    uint16_t pairs[MAX_HEAD_DIM / 2];
+    memcpy(pairs, codes, dim);
+    write_column(k_head, layer.block_size, slot, pairs, dim / 2);
   }
-  memcpy(turned, v, dim * sizeof(float));
-  turn(turned, dim);
+  turn(v, turned, dim);
   v_scales(layer, page, head)[slot] =
       small ? encode4(turned, dim, V_CODES, codes) : encode8(layer.items, turned, dim, codes);
   if (small) {
     write_v_nibbles(v_row, dim, codes);
+  } else if (layer.items == Items::INT8) {
+    write_paired(v_row, slot, codes, dim);
   } else {
     memcpy(v_row, codes, dim);
   }

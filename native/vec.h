@@ -23,6 +23,16 @@ namespace {
 
 constexpr size_t LANES = 16;
 
+#if OCTAVO_LEVEL >= 1
+struct u8x16 {
+  __m128i v;
+};
+#else
+struct u8x16 {
+  uint8_t v[LANES];
+};
+#endif
+
 #if OCTAVO_LEVEL >= 2  // ── AVX-512: one register ──────────────────────────────────────────────────────────────────
 
 struct f32x16 {
@@ -50,6 +60,7 @@ OCTAVO_INLINE f32x16 where_first(size_t n, f32x16 yes, f32x16 no) {
   return {_mm512_mask_blend_ps(static_cast<__mmask16>((1u << n) - 1), no.v, yes.v)};
 }
 OCTAVO_INLINE f32x16 round(f32x16 a) { return {_mm512_roundscale_ps(a.v, 0)}; }
+OCTAVO_INLINE f32x16 ceil(f32x16 a) { return {_mm512_roundscale_ps(a.v, 2)}; }
 OCTAVO_INLINE i32x16 to_int(f32x16 a) { return {_mm512_cvtps_epi32(a.v)}; }
 OCTAVO_INLINE f32x16 to_float(i32x16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 OCTAVO_INLINE i32x16 bits(f32x16 a) { return {_mm512_castps_si512(a.v)}; }
@@ -69,25 +80,24 @@ template <int N>
 OCTAVO_INLINE i32x16 shift_right(i32x16 a) {  // logical
   return {_mm512_srli_epi32(a.v, N)};
 }
-// The low 16 (or 8) bits of each lane, stored one after another.
+// The low 16 bits of each lane, stored one after another; the low 8 as bytes.
 OCTAVO_INLINE void store_low16(void* p, i32x16 a) {
   _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a.v));
 }
-OCTAVO_INLINE void store_low8(void* p, i32x16 a) {
-  _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));
-}
+OCTAVO_INLINE u8x16 low8(i32x16 a) { return {_mm512_cvtepi32_epi8(a.v)}; }
 OCTAVO_INLINE i32x16 load_u16(const void* p) {
   return {_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)))};
 }
-OCTAVO_INLINE i32x16 load_i8(const void* p) {
-  return {_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)))};
+// Thirty-two bytes as int16, two in a lane; and sums of a lane's two products with two others.
+OCTAVO_INLINE i32x16 load_pairs(const void* p) {
+  return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(static_cast<const __m256i*>(p)))};
 }
+OCTAVO_INLINE i32x16 add_products(i32x16 sums, i32x16 a, i32x16 b) { return {_mm512_dpwssd_epi32(sums.v, a.v, b.v)}; }
 OCTAVO_INLINE f32x16 load_f16(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
 // Sixteen float16 in 32-byte registers.
 OCTAVO_INLINE f32x16 of_f16(__m256i halves) { return {_mm512_cvtph_ps(halves)}; }
-OCTAVO_INLINE f32x16 of_i8(__m128i codes) { return to_float({_mm512_cvtepi8_epi32(codes)}); }
 OCTAVO_INLINE f32x16 where_nan(f32x16 a, f32x16 yes, f32x16 no) {
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), no.v, yes.v)};
 }
@@ -132,6 +142,7 @@ OCTAVO_INLINE f32x16 round(f32x16 a) {
   return {_mm256_round_ps(a.lo, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
           _mm256_round_ps(a.hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
+OCTAVO_INLINE f32x16 ceil(f32x16 a) { return {_mm256_ceil_ps(a.lo), _mm256_ceil_ps(a.hi)}; }
 OCTAVO_INLINE i32x16 to_int(f32x16 a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
 OCTAVO_INLINE f32x16 to_float(i32x16 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
 OCTAVO_INLINE i32x16 bits(f32x16 a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
@@ -165,26 +176,29 @@ template <int N>
 OCTAVO_INLINE i32x16 shift_right(i32x16 a) {  // logical
   return {_mm256_srli_epi32(a.lo, N), _mm256_srli_epi32(a.hi, N)};
 }
-// The low 16 (or 8) bits of each lane, stored one after another.
+// The low 16 bits of each lane, stored one after another; the low 8 as bytes.
 OCTAVO_INLINE void store_low16(void* p, i32x16 a) {
   const __m256i mask = _mm256_set1_epi32(0xffff);
   const __m256i packed = _mm256_packus_epi32(_mm256_and_si256(a.lo, mask), _mm256_and_si256(a.hi, mask));
   _mm256_storeu_si256(static_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0b11'01'10'00));
 }
-OCTAVO_INLINE void store_low8(void* p, i32x16 a) {
+OCTAVO_INLINE u8x16 low8(i32x16 a) {
   const __m256i mask = _mm256_set1_epi32(0xff);
   const __m256i packed = _mm256_packus_epi32(_mm256_and_si256(a.lo, mask), _mm256_and_si256(a.hi, mask));
   const __m256i ordered = _mm256_permute4x64_epi64(packed, 0b11'01'10'00);
-  _mm_storeu_si128(static_cast<__m128i*>(p),
-                   _mm_packus_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1)));
+  return {_mm_packus_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1))};
 }
 OCTAVO_INLINE i32x16 load_u16(const void* p) {
   const __m128i* q = static_cast<const __m128i*>(p);
   return {_mm256_cvtepu16_epi32(_mm_loadu_si128(q)), _mm256_cvtepu16_epi32(_mm_loadu_si128(q + 1))};
 }
-OCTAVO_INLINE i32x16 load_i8(const void* p) {
-  const __m128i codes = _mm_loadu_si128(static_cast<const __m128i*>(p));
-  return {_mm256_cvtepi8_epi32(codes), _mm256_cvtepi8_epi32(_mm_srli_si128(codes, 8))};
+OCTAVO_INLINE i32x16 load_pairs(const void* p) {
+  const __m128i* q = static_cast<const __m128i*>(p);
+  return {_mm256_cvtepi8_epi16(_mm_loadu_si128(q)), _mm256_cvtepi8_epi16(_mm_loadu_si128(q + 1))};
+}
+OCTAVO_INLINE i32x16 add_products(i32x16 sums, i32x16 a, i32x16 b) {
+  return {_mm256_add_epi32(sums.lo, _mm256_madd_epi16(a.lo, b.lo)),
+          _mm256_add_epi32(sums.hi, _mm256_madd_epi16(a.hi, b.hi))};
 }
 OCTAVO_INLINE f32x16 load_f16(const uint16_t* p) {
   const __m128i* q = reinterpret_cast<const __m128i*>(p);
@@ -192,9 +206,6 @@ OCTAVO_INLINE f32x16 load_f16(const uint16_t* p) {
 }
 OCTAVO_INLINE f32x16 of_f16(__m256i halves) {
   return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
-}
-OCTAVO_INLINE f32x16 of_i8(__m128i codes) {
-  return to_float({_mm256_cvtepi8_epi32(codes), _mm256_cvtepi8_epi32(_mm_srli_si128(codes, 8))});
 }
 OCTAVO_INLINE f32x16 where_nan(f32x16 a, f32x16 yes, f32x16 no) {
   return {_mm256_blendv_ps(no.lo, yes.lo, _mm256_cmp_ps(a.lo, a.lo, _CMP_UNORD_Q)),
@@ -237,6 +248,7 @@ OCTAVO_INLINE f32x16 where_first(size_t n, f32x16 yes, f32x16 no) {
   OCTAVO_LANEWISE(f32x16, i < n ? yes.v[i] : no.v[i]);
 }
 OCTAVO_INLINE f32x16 round(f32x16 a) { OCTAVO_LANEWISE(f32x16, __builtin_nearbyintf(a.v[i])); }
+OCTAVO_INLINE f32x16 ceil(f32x16 a) { OCTAVO_LANEWISE(f32x16, __builtin_ceilf(a.v[i])); }
 OCTAVO_INLINE i32x16 to_int(f32x16 a) { OCTAVO_LANEWISE(i32x16, static_cast<int32_t>(__builtin_lrintf(a.v[i]))); }
 OCTAVO_INLINE f32x16 to_float(i32x16 a) { OCTAVO_LANEWISE(f32x16, static_cast<float>(a.v[i])); }
 OCTAVO_INLINE i32x16 bits(f32x16 a) {
@@ -272,24 +284,27 @@ template <int N>
 OCTAVO_INLINE i32x16 shift_right(i32x16 a) {  // logical
   OCTAVO_LANEWISE(i32x16, static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) >> N));
 }
-// The low 16 (or 8) bits of each lane, stored one after another.
+// The low 16 bits of each lane, stored one after another; the low 8 as bytes.
 OCTAVO_INLINE void store_low16(void* p, i32x16 a) {
   for (size_t i = 0; i < LANES; ++i) {
     const uint16_t half = static_cast<uint16_t>(a.v[i]);
     memcpy(static_cast<char*>(p) + 2 * i, &half, 2);
   }
 }
-OCTAVO_INLINE void store_low8(void* p, i32x16 a) {
-  for (size_t i = 0; i < LANES; ++i) {
-    static_cast<uint8_t*>(p)[i] = static_cast<uint8_t>(a.v[i]);
-  }
-}
+OCTAVO_INLINE u8x16 low8(i32x16 a) { OCTAVO_LANEWISE(u8x16, static_cast<uint8_t>(a.v[i])); }
 OCTAVO_INLINE i32x16 load_u16(const void* p) {
   uint16_t half[LANES];
   memcpy(half, p, sizeof half);
   OCTAVO_LANEWISE(i32x16, half[i]);
 }
-OCTAVO_INLINE i32x16 load_i8(const void* p) { OCTAVO_LANEWISE(i32x16, static_cast<const int8_t*>(p)[i]); }
+OCTAVO_INLINE i32x16 load_pairs(const void* p) {
+  const int8_t* q = static_cast<const int8_t*>(p);
+  OCTAVO_LANEWISE(i32x16, static_cast<int32_t>(static_cast<uint16_t>(q[2 * i]) | static_cast<uint32_t>(q[2 * i + 1]) << 16));
+}
+OCTAVO_INLINE i32x16 add_products(i32x16 sums, i32x16 a, i32x16 b) {
+  OCTAVO_LANEWISE(i32x16, sums.v[i] + static_cast<int16_t>(a.v[i]) * static_cast<int16_t>(b.v[i]) +
+                              (a.v[i] >> 16) * (b.v[i] >> 16));
+}
 OCTAVO_INLINE f32x16 where_nan(f32x16 a, f32x16 yes, f32x16 no) {
   OCTAVO_LANEWISE(f32x16, a.v[i] != a.v[i] ? yes.v[i] : no.v[i]);
 }
@@ -321,70 +336,109 @@ OCTAVO_INLINE f32x16 load_f16(const uint16_t* p) { OCTAVO_LANEWISE(f32x16, float
 
 #if OCTAVO_LEVEL >= 1
 OCTAVO_INLINE __m128i load_bytes(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
-#if OCTAVO_LEVEL >= 2
-OCTAVO_INLINE f32x16 load_codes(const void* p) { return of_i8(load_bytes(p)); }
-#else
-OCTAVO_INLINE f32x16 load_codes(const void* p) {  // two loads that widen, where one would take a shift more
-  const __m128i* q = static_cast<const __m128i*>(p);
-  const __m128i high = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(static_cast<const char*>(p) + 8));
-  return to_float({_mm256_cvtepi8_epi32(_mm_loadl_epi64(q)), _mm256_cvtepi8_epi32(high)});
-}
-#endif
 OCTAVO_INLINE f32x16 load_e5m2(const void* p) { return of_f16(_mm256_slli_epi16(_mm256_cvtepi8_epi16(load_bytes(p)), 8)); }
 OCTAVO_INLINE f32x16 load_e4m3(const void* p) {  // times 2^-8: the sign, a zero, and the other bits
   const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load_bytes(p)), 7);
   return of_f16(_mm256_and_si256(wide, _mm256_set1_epi16(static_cast<int16_t>(0xbfff))));
 }
-OCTAVO_INLINE __m128i low_nibbles(__m128i bytes) { return _mm_and_si128(bytes, _mm_set1_epi8(15)); }
-OCTAVO_INLINE __m128i high_nibbles(__m128i bytes) { return low_nibbles(_mm_srli_epi16(bytes, 4)); }
-// table[nibble] of the low (or high) halves of sixteen bytes.
-OCTAVO_INLINE f32x16 load_low_nibbles(const void* p, const int8_t* table) {
-  return of_i8(_mm_shuffle_epi8(load_bytes(table), low_nibbles(load_bytes(p))));
+OCTAVO_INLINE __m256i side_by_side(__m128i a, __m128i b) { return _mm256_inserti128_si256(_mm256_castsi128_si256(a), b, 1); }
+OCTAVO_INLINE __m256i low_nibbles(__m256i bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
+OCTAVO_INLINE __m256i levels_of(__m256i nibbles, const int8_t* table) {
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load_bytes(table)), nibbles);
 }
-OCTAVO_INLINE f32x16 load_high_nibbles(const void* p, const int8_t* table) {
-  return of_i8(_mm_shuffle_epi8(load_bytes(table), high_nibbles(load_bytes(p))));
+OCTAVO_INLINE void store_bytes(void* p, __m256i bytes) { _mm256_storeu_si256(static_cast<__m256i*>(p), bytes); }
+// Added one by one. How many of some bounds each byte is above, both with a sign. table[nibble].
+OCTAVO_INLINE u8x16 operator+(u8x16 a, u8x16 b) { return {_mm_add_epi8(a.v, b.v)}; }
+template <size_t COUNT>
+OCTAVO_INLINE u8x16 count_above(u8x16 bytes, const int8_t (*bounds)[LANES]) {
+  __m128i sum = _mm_setzero_si128();
+  OCTAVO_UNROLL
+  for (size_t k = 0; k < COUNT; ++k) {
+    sum = _mm_sub_epi8(sum, _mm_cmpgt_epi8(bytes.v, load_bytes(bounds[k])));
+  }
+  return {sum};
 }
-// Negative where this bit of sixteen other bytes is set.
-OCTAVO_INLINE __m128i with_signs(__m128i sizes, const void* signs, int bit) {
-  const __m128i at = _mm_set1_epi8(static_cast<char>(1 << bit));
-  const __m128i minus = _mm_cmpeq_epi8(_mm_and_si128(load_bytes(signs), at), at);
-  return _mm_sub_epi8(_mm_xor_si128(sizes, minus), minus);
+OCTAVO_INLINE u8x16 look_up(u8x16 nibbles, const int8_t* table) { return {_mm_shuffle_epi8(load_bytes(table), nibbles.v)}; }
+OCTAVO_INLINE void store(void* p, u8x16 a) { _mm_storeu_si128(static_cast<__m128i*>(p), a.v); }
+#if OCTAVO_LEVEL >= 2
+OCTAVO_INLINE f32x16 signed_float(u8x16 a) { return to_float({_mm512_cvtepi8_epi32(a.v)}); }
+#else
+OCTAVO_INLINE f32x16 signed_float(u8x16 a) {
+  return to_float({_mm256_cvtepi8_epi32(a.v), _mm256_cvtepi8_epi32(_mm_srli_si128(a.v, 8))});
 }
-OCTAVO_INLINE f32x16 load_low_nibbles(const void* p, const int8_t* table, const void* signs, int bit) {
-  return of_i8(with_signs(_mm_shuffle_epi8(load_bytes(table), low_nibbles(load_bytes(p))), signs, bit));
+#endif
+// Negative where a byte of `signs` is.
+OCTAVO_INLINE __m256i with_signs(__m256i sizes, __m256i signs) {
+  return _mm256_sign_epi8(sizes, _mm256_or_si256(signs, _mm256_set1_epi8(1)));
 }
-OCTAVO_INLINE f32x16 load_high_nibbles(const void* p, const int8_t* table, const void* signs, int bit) {
-  return of_i8(with_signs(_mm_shuffle_epi8(load_bytes(table), high_nibbles(load_bytes(p))), signs, bit));
+// table[nibble] of four rows of sixteen bytes, as rows of pairs, low halves first. With SIGNED, a bit of sixteen other
+// bytes says which are negative: bits 0 and 1 those of the first row.
+template <bool SIGNED>
+OCTAVO_INLINE void spread_keys(const uint8_t* items, size_t row, const uint8_t* signs, const int8_t* table, uint8_t* to) {
+  const auto spread = [&](size_t first, __m256i low_signs, __m256i high_signs) {
+    // Halves of both rows lie together, so that interleaved bytes are one row's.
+    const __m256i bytes = _mm256_permute4x64_epi64(
+        side_by_side(load_bytes(items + first * row), load_bytes(items + (first + 1) * row)), 0b11'01'10'00);
+    __m256i low = levels_of(low_nibbles(bytes), table);
+    __m256i high = levels_of(low_nibbles(_mm256_srli_epi16(bytes, 4)), table);
+    if constexpr (SIGNED) {
+      low = with_signs(low, low_signs);
+      high = with_signs(high, high_signs);
+    }
+    store_bytes(to + first * 32, _mm256_unpacklo_epi8(low, high));
+    store_bytes(to + (first + 1) * 32, _mm256_unpackhi_epi8(low, high));
+  };
+  __m256i at = _mm256_setzero_si256();
+  if constexpr (SIGNED) {  // the bits of rows 0 and 1, or of 2 and 3, lie two apart
+    at = _mm256_permute4x64_epi64(_mm256_castsi128_si256(load_bytes(signs)), 0b01'01'00'00);
+    at = _mm256_sllv_epi64(at, _mm256_setr_epi64x(2, 0, 2, 0));
+  }
+  spread(0, _mm256_slli_epi16(at, 5), _mm256_slli_epi16(at, 4));
+  spread(2, _mm256_slli_epi16(at, 1), at);
 }
-// table[nibble] of the low halves of eight bytes, then of the high halves.
-OCTAVO_INLINE f32x16 load_nibbles(const void* p, const int8_t* table) {
-  const __m128i bytes = _mm_loadl_epi64(static_cast<const __m128i*>(p));
-  return of_i8(_mm_shuffle_epi8(load_bytes(table), _mm_unpacklo_epi64(low_nibbles(bytes), high_nibbles(bytes))));
+// table[nibble] of eight bytes of two tokens, low halves first, as pairs.
+OCTAVO_INLINE void spread_values(const uint8_t* first, const uint8_t* second, const int8_t* table, uint8_t* to) {
+  const __m128i bytes = _mm_unpacklo_epi8(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(first)),
+                                          _mm_loadl_epi64(reinterpret_cast<const __m128i*>(second)));
+  store_bytes(to, levels_of(low_nibbles(side_by_side(bytes, _mm_srli_epi16(bytes, 4))), table));
 }
 #else
+OCTAVO_INLINE u8x16 operator+(u8x16 a, u8x16 b) { OCTAVO_LANEWISE(u8x16, static_cast<uint8_t>(a.v[i] + b.v[i])); }
+template <size_t COUNT>
+OCTAVO_INLINE u8x16 count_above(u8x16 bytes, const int8_t (*bounds)[LANES]) {
+  u8x16 sum = {};
+  for (size_t k = 0; k < COUNT; ++k) {
+    for (size_t i = 0; i < LANES; ++i) {
+      sum.v[i] = static_cast<uint8_t>(sum.v[i] + (static_cast<int8_t>(bytes.v[i]) > bounds[k][i]));
+    }
+  }
+  return sum;
+}
+OCTAVO_INLINE u8x16 look_up(u8x16 nibbles, const int8_t* table) {
+  OCTAVO_LANEWISE(u8x16, static_cast<uint8_t>(table[nibbles.v[i]]));
+}
+OCTAVO_INLINE void store(void* p, u8x16 a) { memcpy(p, a.v, sizeof a.v); }
+OCTAVO_INLINE f32x16 signed_float(u8x16 a) { OCTAVO_LANEWISE(f32x16, static_cast<int8_t>(a.v[i])); }
 OCTAVO_INLINE uint8_t byte_at(const void* p, size_t i) { return static_cast<const uint8_t*>(p)[i]; }
-OCTAVO_INLINE f32x16 load_codes(const void* p) { return to_float(load_i8(p)); }
 OCTAVO_INLINE f32x16 load_e5m2(const void* p) { OCTAVO_LANEWISE(f32x16, float_of_f16(byte_at(p, i) << 8)); }
 OCTAVO_INLINE f32x16 load_e4m3(const void* p) {
   OCTAVO_LANEWISE(f32x16, float_of_f16((byte_at(p, i) & 0x80u) << 8 | (byte_at(p, i) & 0x7fu) << 7));
 }
-OCTAVO_INLINE f32x16 load_low_nibbles(const void* p, const int8_t* table) {
-  OCTAVO_LANEWISE(f32x16, table[byte_at(p, i) & 15]);
+template <bool SIGNED>
+OCTAVO_INLINE void spread_keys(const uint8_t* items, size_t row, const uint8_t* signs, const int8_t* table, uint8_t* to) {
+  for (size_t i = 0; i < 4 * LANES; ++i) {
+    const size_t word = i / LANES, token = i % LANES;
+    for (size_t half = 0; half < 2; ++half) {
+      const int level = table[items[word * row + token] >> (4 * half) & 15];
+      to[2 * i + half] = static_cast<uint8_t>(SIGNED && signs[token] >> (2 * word + half) & 1 ? -level : level);
+    }
+  }
 }
-OCTAVO_INLINE f32x16 load_high_nibbles(const void* p, const int8_t* table) {
-  OCTAVO_LANEWISE(f32x16, table[byte_at(p, i) >> 4]);
-}
-OCTAVO_INLINE int with_sign(int size, const void* signs, size_t i, int bit) {
-  return byte_at(signs, i) >> bit & 1 ? -size : size;
-}
-OCTAVO_INLINE f32x16 load_low_nibbles(const void* p, const int8_t* table, const void* signs, int bit) {
-  OCTAVO_LANEWISE(f32x16, static_cast<float>(with_sign(table[byte_at(p, i) & 15], signs, i, bit)));
-}
-OCTAVO_INLINE f32x16 load_high_nibbles(const void* p, const int8_t* table, const void* signs, int bit) {
-  OCTAVO_LANEWISE(f32x16, static_cast<float>(with_sign(table[byte_at(p, i) >> 4], signs, i, bit)));
-}
-OCTAVO_INLINE f32x16 load_nibbles(const void* p, const int8_t* table) {
-  OCTAVO_LANEWISE(f32x16, table[byte_at(p, i % 8) >> (i < 8 ? 0 : 4) & 15]);
+OCTAVO_INLINE void spread_values(const uint8_t* first, const uint8_t* second, const int8_t* table, uint8_t* to) {
+  for (size_t i = 0; i < LANES; ++i) {
+    to[2 * i] = static_cast<uint8_t>(table[first[i % 8] >> (i / 8 * 4) & 15]);
+    to[2 * i + 1] = static_cast<uint8_t>(table[second[i % 8] >> (i / 8 * 4) & 15]);
+  }
 }
 #endif
 
@@ -409,6 +463,13 @@ OCTAVO_INLINE void store_first(float* p, size_t n, f32x16 a) {
   float lanes[LANES];
   store(lanes, a);
   memcpy(p, lanes, n * sizeof(float));
+}
+
+// Two int16 in every lane.
+OCTAVO_INLINE i32x16 broadcast_pair(const int16_t* p) {
+  int32_t pair;
+  memcpy(&pair, p, sizeof pair);
+  return broadcast_int(pair);
 }
 
 OCTAVO_INLINE f32x16 load_bf16(const uint16_t* p) { return from_bits(shift_left<16>(load_u16(p))); }

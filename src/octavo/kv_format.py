@@ -6,14 +6,15 @@ A page holds `block_size` tokens of every layer, one block of memory:
     layer = K of head 0 │ K of head 1 │ … │ V of head 0 │ V of head 1 │ … │ scales
 
 K is stored with tokens as the fastest dimension, so that the lanes of a vector are tokens and a dot product never
-crosses lanes; V with the head dimension fastest, so that the lanes are the output. bf16 interleaves pairs along the
-reduction dimension, which is the operand order of bf16 dot products and of AMX tiles; a byte of int4 is a pair as well:
+crosses lanes; V with the head dimension fastest, so that the lanes are the output. Pairs along the reduction dimension
+lie together where they are the operands of dot products (bf16, int16 widened from int8); a byte of int4 is a pair as
+well:
 
-    fp32       K [head_dim][block_size]          V [block_size][head_dim]
-    bf16       K [head_dim/2][block_size][2]     V [block_size/2][head_dim][2]
-    int8, fp8  K [head_dim][block_size]          V [block_size][head_dim]
-    int4       K [head_dim/2][block_size]        V [block_size][head_dim/16][8], column i with i + 8
-               + [head_dim/16][block_size] of eight fifth bits
+    fp32        K [head_dim][block_size]          V [block_size][head_dim]
+    bf16, int8  K [head_dim/2][block_size][2]     V [block_size/2][head_dim][2]
+    fp8         K [head_dim/2][block_size][2]     V [block_size][head_dim]
+    int4        K [head_dim/2][block_size]        V [block_size][head_dim/16][8], column i with i + 8
+                + [head_dim/16][block_size] of eight fifth bits
 
 Codes of a byte or less stand for numbers of a rotated head (ops/codes.py) and have one scale for each token, head and K
 or V: bf16 [2][num_kv_heads][block_size]. Dot products are scaled, not codes, so a scale costs one product a token.
@@ -25,8 +26,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-KV_REVISION = 1
-"""To be raised whenever a model's keys and values come out in other bits: pages on disk of another one are dropped."""
+KV_REVISION = 2
+"""To be raised whenever a model's keys and values come out in other bits or places: pages on disk of another one are
+dropped."""
 
 KV_BITS = {"bf16": (16, 16), "fp32": (32, 32), "fp8_e4m3": (8, 8), "fp8_e5m2": (8, 8), "int8": (8, 8), "int4": (4.5, 4)}
 """Of an element of K and of V, without scales."""

@@ -167,7 +167,7 @@ def test_attention_over_odd_tokens(make_ops: MakeOps, dtype: str) -> None:
         wanted = attend(ReferenceOps(), heads, pieces, [data], block_size)
         for a, b in zip(got, wanted, strict=True):
             assert np.isfinite(a).all()
-            np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max())
+            np.testing.assert_allclose(a, b, rtol=0, atol=2e-4 * np.abs(b).max())
 
 
 def test_some_layers_stay_in_bf16(make_ops: MakeOps) -> None:

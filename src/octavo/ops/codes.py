@@ -188,11 +188,15 @@ def _encode4(heads: Floats, halves: tuple[Floats, Floats]) -> tuple[Bytes, Halve
 # ── pages ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+PAIRS = {"fp32": (1, 1), "bf16": (2, 2), "int8": (2, 2), "fp8_e4m3": (2, 1), "fp8_e5m2": (2, 1), "int4": (1, 1)}
+"""Elements of K, or tokens of V, that lie side by side; nibbles share a byte besides."""
+
+
 class Views(NamedTuple):
     """A layer of all pages of a pool, in place.
 
-    k: [page, head, item of a token, slot, pair], v: [page, head, slot / pair, item, pair], where pairs of bf16 count 2,
-    all else 1. scales: [page, K or V, head, slot], of codes only.
+    k: [page, head, item of a token, slot, pair], v: [page, head, slot / pair, item, pair], where a pair is as many
+    numbers as PAIRS has. scales: [page, K or V, head, slot], of codes only.
     """
 
     k: NDArray[Any]
@@ -202,12 +206,14 @@ class Views(NamedTuple):
 
 def views(pool: KVPool, layer: int) -> Views:
     f, num_pages = pool.format, len(pool.data)
-    dtype, pair = {"fp32": (np.float32, 1), "bf16": (np.uint16, 2)}.get(f.layer_dtype(layer), (np.uint8, 1))
+    dtype = f.layer_dtype(layer)
+    number: Any = {"fp32": np.float32, "bf16": np.uint16}.get(dtype, np.uint8)
+    k_pair, v_pair = PAIRS[dtype]
     k, v, scales = f.k_offset(layer), f.v_offset(layer), f.scale_offset(layer)
     shape = (num_pages, f.num_kv_heads)
     return Views(
-        pool.data[:, k:v].view(dtype).reshape(*shape, -1, f.block_size, pair),
-        pool.data[:, v:scales].view(dtype).reshape(*shape, f.block_size // pair, -1, pair),
+        pool.data[:, k:v].view(number).reshape(*shape, -1, f.block_size, k_pair),
+        pool.data[:, v:scales].view(number).reshape(*shape, f.block_size // v_pair, -1, v_pair),
         pool.data[:, scales : f.k_offset(layer + 1)].view(np.uint16).reshape(num_pages, 2, f.num_kv_heads, f.block_size)
         if f.is_scaled(layer)
         else None,
@@ -217,7 +223,7 @@ def views(pool: KVPool, layer: int) -> Views:
 def write(pool: KVPool, layer: int, page: Ints, slot: Ints, k: Floats, v: Floats) -> None:
     """Put keys and values [num_tokens, num_kv_heads, head_dim] into slots of pages [num_tokens]."""
     dtype, to = pool.format.layer_dtype(layer), views(pool, layer)
-    pair = to.k.shape[-1]
+    k_pair, v_pair = PAIRS[dtype]
     k_items: NDArray[Any] = k
     v_items: NDArray[Any] = v
     if dtype == "bf16":
@@ -227,8 +233,8 @@ def write(pool: KVPool, layer: int, page: Ints, slot: Ints, k: Floats, v: Floats
         v_items, to.scales[page, 1, :, slot] = encode(dtype, 1, turn(v))
         if dtype == "int4":
             k_items, v_items = _pack_k(k_items), _pack_v(v_items)
-    to.k[page, :, :, slot] = k_items.reshape(*k_items.shape[:2], k_items.shape[2] // pair, pair)
-    to.v[page, :, slot // pair, :, slot % pair] = v_items
+    to.k[page, :, :, slot] = k_items.reshape(*k_items.shape[:2], k_items.shape[2] // k_pair, k_pair)
+    to.v[page, :, slot // v_pair, :, slot % v_pair] = v_items
 
 
 def read(pool: KVPool, layer: int, pages: Ints) -> tuple[Floats, Floats]:
