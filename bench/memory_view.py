@@ -1,11 +1,11 @@
-"""Pictures of the memory view in the afternoon of a working day: docs/memory-view.png and docs/memory-view-dark.png.
+"""The memory view in the afternoon of a working day: docs/memory-view.png, docs/memory-view-dark.png, docs/top.txt.
 
     apt-get install -y --no-install-recommends chromium
     python bench/memory_view.py smollm2-135m
 
 A server with a small pool and some host memory is sent the turns that `octavo bench day` draws, each in the session of
 its conversation. Before the first hour somebody pins a long report, and does not come back to it. The pictures are
-taken in the last hour, of the page as a browser draws it.
+taken in the last hour, of the page as a browser draws it; the text is what `octavo top --once` prints beside it.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ def main() -> None:
             playing.start()
             time.sleep((args.hours - 0.4) * args.hour_s)
             draw(url[1], args.folder)
+            top = (sys.executable, "-m", "octavo", "top", "--url", url[1], "--once")
+            (args.folder / "top.txt").write_bytes(subprocess.check_output(top))
             playing.join()
         finally:
             server.terminate()
