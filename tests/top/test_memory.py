@@ -74,7 +74,8 @@ def test_time_goes_on_between_what_is_told() -> None:
             50,
             {},
             (
-                "Session big holds 40% of the pool (40 MiB), idle for 2 h 3 min; 2 idle sessions together hold 50%. "
+                "Session big holds 40% of the pool (40 MiB), idle for 2 h 3 min; "
+                "all 2 that are idle for over a minute hold 50%. "
                 "Demote it to put it away to the host tier, or release it to forget it."
             ),
         ),
@@ -82,7 +83,8 @@ def test_time_goes_on_between_what_is_told() -> None:
             0,
             {},
             (
-                "Session big holds 40% of the pool (40 MiB), idle for 2 h 3 min; 2 idle sessions together hold 50%. "
+                "Session big holds 40% of the pool (40 MiB), idle for 2 h 3 min; "
+                "all 2 that are idle for over a minute hold 50%. "
                 "Release it to forget it; with --swap-space it could be put away instead."
             ),
         ),
@@ -90,8 +92,9 @@ def test_time_goes_on_between_what_is_told() -> None:
             50,
             {"pinned_s": 600.0},
             (
-                "Session big holds 40% of the pool (40 MiB), idle for 2 h 3 min; 2 idle sessions together hold 50%. "
-                "A pin keeps it there for 10 min: unpin it to let it go."
+                "Session big holds 40% of the pool (40 MiB), idle for 2 h 3 min; "
+                "all 2 that are idle for over a minute hold 50%. "
+                "A pin keeps it there for 10 min: unpin it to let it go, or release it."
             ),
         ),
         (50, {"running": 1}, "Session small holds 10% of the pool (10 MiB), idle for 2 min. Demote it"),
@@ -102,6 +105,14 @@ def test_the_largest_idle_holder_is_named_with_what_to_do(host: int, more: dict[
     memory = Memory()
     memory.take("snapshot", snapshot([[0, 10, 4, 1], [10, 40, 4, 2], [50, 50, 4, 3]], holders, host=host))
     assert memory.advice().startswith(advice)
+
+
+def test_it_is_told_where_the_tier_below_is_full() -> None:
+    memory = Memory()
+    memory.take("snapshot", snapshot([[0, 40, 4, 1]], [told(1, "a", idle_s=120.0)], host=50))
+    assert memory.advice().endswith("to the host tier, or release it to forget it.")
+    memory.take("delta", {**delta(1001, []), "tiers": [{"name": "host", "runs": [[0, 50, 4, 1]]}]})
+    assert "to the host tier, which is full: what lay there longest goes, or release it" in memory.advice()
 
 
 def test_nothing_is_said_of_what_is_small_or_just_used() -> None:

@@ -162,13 +162,14 @@ class Memory:
         held, idle_for = size(largest.pages["device"] * self.page_bytes), duration(self.idle_s(largest))
         text = f"Session {largest.shown} holds {self.share(largest):.0%} of the pool ({held}), idle for {idle_for}"
         if len(idle) > 1:
-            text += f"; {len(idle)} idle sessions together hold {total:.0%}"
-        if self.pinned_s(largest):
-            return f"{text}. A pin keeps it there for {duration(self.pinned_s(largest))}: unpin it to let it go."
+            text += f"; all {len(idle)} that are idle for over a minute hold {total:.0%}"
+        if pinned_s := self.pinned_s(largest):
+            return f"{text}. A pin keeps it there for {duration(pinned_s)}: unpin it to let it go, or release it."
         below = next((tier for tier in TIERS[1:] if self.num_pages.get(tier)), None)
         if below is None:
             return f"{text}. Release it to forget it; with --swap-space it could be put away instead."
-        return f"{text}. Demote it to put it away to the {below} tier, or release it to forget it."
+        full = "" if self._pages.get(0, Counter())[below] else ", which is full: what lay there longest goes"
+        return f"{text}. Demote it to put it away to the {below} tier{full}, or release it to forget it."
 
     def document(self, sort: SortKey = "bytes", wanted: str = "") -> dict[str, Any]:
         """All of it, for scripts."""

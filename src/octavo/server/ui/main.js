@@ -123,9 +123,10 @@ function advise() {
   if (!device) return;
   const found = pool.largestIdle();
   const short = pool.stats.waiting > 0 || device.counts[0] < device.size / 20;
-  const lower = pool.tiers[1]?.name;
+  const [, below] = pool.tiers;
+  const lower = below?.name, full = below?.counts[0] === 0;
   const pinned = found && pool.pinned(found.holder) > 0;
-  const key = [found?.holder.id, found && percent(found.share, 1), short, lower, pinned].join();
+  const key = [found?.holder.id, found && percent(found.share, 1), short, lower, full, pinned].join();
   if (found && idleFor) say(idleFor, span(pool.idle(found.holder)));
   if (key === advised) return;
   advised = key;
@@ -135,13 +136,14 @@ function advise() {
   if (!found) {
     text.replaceChildren(short ? "The pool is nearly full, but no idle session holds much of it: what is cached gives way by itself, the rest is at work." : "No idle session holds more than a fiftieth of the pool.");
   } else {
-    const remedy = [pinned ? "end its pin" : "", lower ? `demote it to ${{ host: "host memory", disk: "disk" }[lower] ?? lower}` : "", "release it"].filter(Boolean);
+    const away = `demote it to ${{ host: "host memory", disk: "disk" }[lower] ?? lower}${full ? ", which is full: what lay there longest goes" : ""}`;
+    const remedy = [pinned ? "unpin it to let it go" : lower ? away : "", "release it"].filter(Boolean);
     idleFor = h("span", { "aria-live": "off" }, span(pool.idle(found.holder)));
     text.replaceChildren(
       "Session ", h("strong", {}, bdi(holderName(found.holder, 48))),
       ` holds ${percent(found.share, 1)} of the pool (${bytes(found.pages * pool.about.page_bytes)}) and has been idle for `, idleFor,
       short ? ": " : ". There is room; if it runs short, ",
-      `${remedy.slice(0, -1).join(", ")}${remedy.length > 1 ? ", or " : ""}${remedy.at(-1)}.`,
+      `${remedy.join(", or ")}.`,
     );
   }
   if (actions.dataset.subject === subject) return;
