@@ -356,13 +356,13 @@ def test_what_is_released_is_gone_and_what_is_shared_stays(tiered: Served) -> No
 
 def test_what_is_demoted_comes_back_the_same(tiered: Served) -> None:
     prompt = tokens(90, 14)
-    right = say(tiered, "down", prompt, "alpha", max_tokens=8)
     moved = tiered.metric("kv_pages_moved_total", **{"from": "device", "to": "host"})
+    right = say(tiered, "down", prompt, "alpha", max_tokens=8)  # whose pages may be copied ahead of need
     do(tiered, "down", "demote", "alpha")
     until(lambda: look(tiered, "down", "alpha")["pages"]["device"] == 0)
     below = look(tiered, "down", "alpha")["pages"]
     assert below["host"] == 6
-    assert tiered.metric("kv_pages_moved_total", **{"from": "device", "to": "host"}) == moved + 6
+    assert tiered.metric("kv_pages_moved_total", **{"from": "device", "to": "host"}) >= moved + 6
     again = say(tiered, "down", prompt, "alpha", max_tokens=8)
     assert again["choices"] == right["choices"]
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 89 // 16 * 16
