@@ -230,6 +230,7 @@ def test_what_is_wrong_is_refused_and_harms_nobody(model: Path) -> None:
     async def work(llm: AsyncLLM) -> None:
         other = await llm.submit(Request("other", prompt(5), LONG))
         for error, field, ids, params in (
+            (InvalidRequest, "request_id", [1], SHORT),  # first, while the other one surely runs
             (InvalidRequest, "prompt", [], SHORT),
             (InvalidRequest, "prompt", [2**40], SHORT),
             (InvalidRequest, "prompt", [-1], SHORT),
@@ -238,7 +239,6 @@ def test_what_is_wrong_is_refused_and_harms_nobody(model: Path) -> None:
             (RequestTooLarge, "max_tokens", [1], SamplingParams(max_tokens=10**6)),
             (InvalidRequest, "request", [1], SamplingParams(stop="\ud800")),
             (InvalidRequest, "guide", [1], SamplingParams(guide=Guide("regex", "("))),
-            (InvalidRequest, "request_id", [1], SHORT),
         ):
             with pytest.raises(error) as caught:
                 await llm.submit(Request("other" if field == "request_id" else "wrong", ids, params))
