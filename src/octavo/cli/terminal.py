@@ -69,7 +69,7 @@ def show_grid(grid: Grid, *below: str) -> None:
     screen.print("\n".join([*below, ""]))
 
 
-def counting(columns: str = "{task.description}") -> Progress:
+def counting() -> Progress:
     """A bar for so many of so many, gone when it is full; none where standard error is no terminal."""
-    shown = [TextColumn(columns), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-    return Progress(*shown, console=aside, transient=True, disable=not aside.is_terminal, refresh_per_second=2)
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    return Progress(*columns, console=aside, transient=True, disable=not aside.is_terminal, refresh_per_second=2)
