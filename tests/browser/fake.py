@@ -112,6 +112,7 @@ class FakePool:
             "running": sum(request["phase"] != "waiting" for request in self.requests),
             "waiting": sum(request["phase"] == "waiting" for request in self.requests),
             "totals": dict(self.totals),
+            "spared_pages": 0,
             "saved_by_sharing_pages": len(self.tiers["device"]) // 9,
             "ttft_s": {"p50": 0.142, "p99": 0.81, "n": 40},
             "itl_s": {"p50": 0.021, "p99": 0.064, "n": 900},

@@ -67,7 +67,7 @@ def test_advice_is_within_five_percent_of_the_best_of_a_sweep(name: str, advised
     kind, found = ARCHETYPES[name], advised[name]
     seconds = [GOALS[kind.goal](result) for result in sweep(kind)]
     assert GOALS[kind.goal](found.result) <= 1.05 * min(seconds)
-    assert (max(seconds) > 1.05 * min(seconds)) == (name != "documents")  # where arithmetic is all, nothing matters
+    assert (max(seconds) > 1.05 * min(seconds)) == (name not in ("documents", "uniform"))  # in these nothing matters
     assert found.gain >= 1
     assert not found.result.num_refused
 
@@ -109,15 +109,13 @@ def test_where_memory_is_plenty_paging_buys_nothing() -> None:
     assert found.config == config
 
 
-def test_where_computing_again_costs_more_than_a_batch_gains_no_more_run_than_fit() -> None:
-    """All begin together, and their answers fill what their prompts leave."""
+def test_answers_that_fill_what_prompts_leave_need_no_advice() -> None:
+    """All begin together: no more run than will fit, as computing again costs more than a larger batch gains."""
     arrivals = trials.of_lengths("128+128", 0, 48, None, 1)
     config = EngineConfig(max_model_len=256, kv_cache_memory_bytes=8 * 256 * TOKEN_BYTES)
     found = trials.advice("full", SHAPE, config, arrivals, 8 * GIB, COST)
-    assert found.config.max_num_seqs == 8 and found.config.kv_layout == "paged" and not found.pays
-    assert found.result.num_preemptions == 0 < found.before.num_preemptions
-    [reason] = [one.reason for one in found.recommendations if one.option == "max_num_seqs"]
-    assert reason == "so many have memory to their ends: none is preempted and computed again"
+    assert found.config == config and not found.pays
+    assert found.result.most_running == 8 and found.result.num_preemptions == 0
     assert not any("plenty" in said for said in found.paging)
 
 

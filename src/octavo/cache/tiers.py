@@ -43,21 +43,25 @@ WEIGHT = 0.1
 class Costs:
     """What it takes to have a page again, in seconds: copied from a tier, or computed. Measured, and corrected.
 
-    A token at position p takes token_s · (1 + p · slope) seconds, since it looks back at p others.
+    A token at position p takes token_s · (1 + p · slope) seconds, since it looks back at p others; a step that computes
+    nothing else takes step_s.
     """
 
     mode: str = "swap"
     token_s: float = 0.0
     slope: float = 0.0
     load_s: dict[Tier, float] = field(default_factory=dict)
+    step_s: float = 0.0
+    num_learned: int = 0  # of the steps that token_s was corrected by
 
     @classmethod
     def fitted(
-        cls, mode: str, num_tokens: int, near_s: float, far: int, far_s: float, load_s: dict[Tier, float]
+        cls, mode: str, step_s: float, count: int, near_s: float, far: int, far_s: float, load_s: dict[Tier, float]
     ) -> Self:
-        """From what each of `num_tokens` took together at the beginning, and from position `far` on."""
+        """From steps of one token, and of `count` at the beginning and from position `far` on."""
         slope = max(far_s / near_s - 1, 0.0) / max(far, 1)
-        return cls(mode, near_s / (1 + num_tokens / 2 * slope), slope, load_s)
+        token_s = max(near_s - step_s, 0.0) / max(count - 1, 1)
+        return cls(mode, token_s / (1 + count / 2 * slope), slope, load_s, step_s)
 
     def recompute_s(self, start: int, num_tokens: int) -> float:
         """To compute tokens from position `start` on."""
@@ -82,11 +86,22 @@ class Costs:
                 best, count = gain, number
         return count
 
+    def preempting_pays(self, num_running: int, num_steps: int, num_tokens: int) -> bool:
+        """Whether one sequence more, for so many steps beside so many, saves what it takes to compute its tokens again.
+
+        It bears its share of what a step takes for any number of rows. Where nothing was measured it pays.
+        """
+        saved = num_steps * max(self.step_s - self.token_s, 0.0) / num_running
+        return saved >= self.recompute_s(0, num_tokens)
+
     def computed(self, slices: Iterable[tuple[int, int]], seconds: float) -> None:
-        """Learn from a step that computed these (start, num_tokens)."""
+        """Learn from a step that computed these (start, num_tokens): at first the mean of all, then of the latest."""
         work = sum(count * (1 + (start + count / 2) * self.slope) for start, count in slices)
+        seconds -= self.step_s
         if work > 0 and seconds > 0:
-            self.token_s += WEIGHT * (seconds / work - self.token_s)
+            self.num_learned += 1
+            before = self.token_s or seconds / work
+            self.token_s = before + max(WEIGHT, 1 / (1 + self.num_learned)) * (seconds / work - before)
 
     def loaded(self, tier: Tier, seconds: float) -> None:
         """Learn from a page that came back."""

@@ -191,25 +191,26 @@ def assemble(checkpoint: Checkpoint, config: EngineConfig, *, audit: bool = Fals
 
 
 def _costs(config: EngineConfig, runner: ModelRunner, store: KVStore, longest: int) -> Costs:
-    """Time what it takes to bring a page back and to compute tokens, near the beginning and far from it.
+    """Time steps of a token, of a few, and of a few far from the beginning, and bringing a page back.
 
     Before the first request: what is computed and moved is nobody's.
     """
-    load_s = store.load_seconds()
-    if not load_s:
-        return Costs(config.preemption_mode)
     count = max(min(MEASURED_TOKENS, config.max_num_batched_tokens, longest // 2), 1)
     far = min(longest - count, MEASURED_POSITION)
     tokens, pages = array("i", [0] * count), array("i", range(-(-(far + count) // config.block_size)))
 
-    def seconds(start: int) -> float:
-        piece = Slice(0, start, tokens, start, pages[: -(-(start + count) // config.block_size)], ())
+    def seconds(start: int, count: int) -> float:
+        piece = Slice(0, start, tokens[:count], start, pages[: -(-(start + count) // config.block_size)], ())
         return min(runner.execute(StepPlan(0, (), (piece,))).seconds for _ in range(2))
 
-    costs = Costs.fitted(config.preemption_mode, count, seconds(0) / count, far, seconds(far) / count, load_s)
-    page_s = costs.recompute_s(0, config.block_size)
-    known = ", ".join(f"{seconds * 1e3:.2f} ms from {tier.name.lower()}" for tier, seconds in load_s.items())
-    _log.info("a page takes %s and %.2f ms to compute (preemption mode %s)", known, page_s * 1e3, costs.mode)
+    load_s = store.load_seconds()
+    step_s, near_s = seconds(0, 1), seconds(0, count)
+    far_s = seconds(far, count) if load_s else near_s
+    costs = Costs.fitted(config.preemption_mode, step_s, count, near_s, far, far_s, load_s)
+    if load_s:
+        page_s = costs.recompute_s(0, config.block_size)
+        known = ", ".join(f"{seconds * 1e3:.2f} ms from {tier.name.lower()}" for tier, seconds in load_s.items())
+        _log.info("a page takes %s and %.2f ms to compute (preemption mode %s)", known, page_s * 1e3, costs.mode)
     return costs
 
 

@@ -152,8 +152,9 @@ class TierNews(Message):
 class EngineStats(Message):
     """The engine at one moment: pages and sequences now, and what it counted since the start.
 
-    `slots_filled` and `slots_unused` are token slots in the pages of running sequences. `finished` has choices by
-    reason, "error" included; it is the parent that counts them.
+    `slots_filled` and `slots_unused` are token slots in the pages of running sequences, and `pages_spared` pages that
+    these are left while another waits. `finished` has choices by reason, "error" included; it is the parent that counts
+    them.
     """
 
     num_running: int = 0
@@ -166,6 +167,7 @@ class EngineStats(Message):
     token_bytes: int = 0
     slots_filled: int = 0
     slots_unused: int = 0
+    pages_spared: int = 0
     scheduler: SchedulerStats = msgspec.field(default_factory=SchedulerStats)
     cache: CacheStats = msgspec.field(default_factory=CacheStats)
     moves: TierStats = msgspec.field(default_factory=TierStats)
@@ -558,6 +560,7 @@ def stats_of(engine: Engine) -> EngineStats:
         pages.page_bytes,
         pages.token_bytes,
         *core.scheduler.slots,
+        core.scheduler.num_spared,
         scheduler,
         cache,
         core.cache.tiers.stats,

@@ -159,7 +159,7 @@ def _choices(
     pages: tuple[int, ...] = (config.block_size, 16, 32, 64, 128)
     if typical is not None and typical.mean_tokens >= LONG:
         pages = (64, *pages)
-    counts = (16, 64, 256, 1024, *((typical.contiguous_at_once,) if typical is not None else ()))
+    counts = (16, 64, 256, 1024)
     dtypes = ("auto", "int8", *(("int4",) if quality_loss else ()))
     found = {
         "max_num_seqs": (config.max_num_seqs, *(count for count in counts if 0 < count < len(work.demands))),
@@ -288,8 +288,6 @@ def _reason(
     if name == "kv_layout":
         reserved = f"reservations of {sums.max_model_len:,} tokens {typical.contiguous_at_once:,}"
         return f"{int(typical.paged_typically):,} such sequences fit into memory in pages, as {reserved}"
-    if name == "max_num_seqs" and value == typical.contiguous_at_once:
-        return "so many have memory to their ends: none is preempted and computed again"
     if name == "max_num_seqs":
         return f"{result.most_running:,} ran at once at most, {result.running:,.1f} on average"
     if name == "max_num_batched_tokens":

@@ -18,6 +18,7 @@ from octavo.cache.manager import Admission, CacheManager, Wait
 from octavo.config import EngineConfig
 from octavo.errors import InvalidRequest
 from octavo.scheduler.beam import Step, advance
+from octavo.scheduler.forecast import Ahead, Forecast, outlook
 from octavo.scheduler.limits import Limits
 from octavo.scheduler.policy import fair_shares, victim
 from octavo.scheduler.sequence import Group, Phase, Sequence
@@ -88,6 +89,10 @@ class Scheduler:
         self._waiting: list[tuple[tuple[int, int, int, int], Sequence]] = []  # a heap; finished entries are skipped
         self._num_waiting = 0
         self._num_filled = 0  # tokens computed of all sequences that have a table
+        self._num_allowed = 0  # tokens that their answers may have
+        self._num_released = 0  # of these sequences, since the start
+        self._forecast = Forecast()
+        self._spared = (-1, -1, 0)  # a sequence to admit, _num_released, and the pages that must then be left
         self._num_arrived = 0
         self._next_seq_id = 0
         self._planned: list[Sequence] = []
@@ -105,6 +110,12 @@ class Scheduler:
     def slots(self) -> tuple[int, int]:
         """Token slots in the pages of running sequences: those that hold a token, and those that hold none (yet)."""
         return self._num_filled, self.cache.num_named * self.cache.block_size - self._num_filled
+
+    @property
+    def num_spared(self) -> int:
+        """Pages that are left to the running sequences, which are expected to need them, while another waits."""
+        head = self._head()
+        return self._spared[2] if head is not None and self._spared[:2] == (head.seq_id, self._num_released) else 0
 
     @property
     def num_requests(self) -> int:
@@ -193,6 +204,7 @@ class Scheduler:
         pages and the stats, and has it back before it ends, or anybody lacks a page.
         """
         self._aside[sequence.seq_id] = self._running.pop(sequence.seq_id)
+        sequence.aside_since = self.stats.num_steps
 
     def call_back(self, sequence: Sequence, num_computed: int) -> None:
         """The next plan has it again, with so many tokens computed."""
@@ -343,13 +355,13 @@ class Scheduler:
             heappush(self._waiting, (sequence.key, sequence))
 
     def _try_admit(self, sequence: Sequence) -> Admission | Wait | None:
-        """Pages for all the sequence knows, leaving one for each running one, if these grow: they will need it soon."""
+        """Pages for all the sequence knows, leaving those that it and the running ones are going to need."""
         group = sequence.group
         while True:
             admission = self.cache.admit(
                 sequence.token_ids,
                 group.request.identity,
-                spare=len(self._running) + len(self._aside) if self._grows else 0,
+                spare=self._to_spare(sequence),
                 use_cache=not group.scores_prompt,
                 resumed=group.num_cached_tokens is not None,
                 owner=group.request.tenant,
@@ -369,11 +381,50 @@ class Scheduler:
             sequence.write_start = admission.write_start
             self._num_filled += admission.num_computed
             sequence.num_at_admission = len(sequence.token_ids)
+            sequence.num_found = admission.num_computed
+            self._num_allowed += sequence.group.max_tokens * len(sequence.draws)
             self._explain(sequence, admission)
             if group.num_cached_tokens is None:
                 group.num_cached_tokens = admission.num_computed
                 self.newly_scheduled.append(group.request.request_id)
         return admission
+
+    def _to_spare(self, sequence: Sequence) -> int:
+        """Pages to leave when this sequence begins: one for each running one, and what all are expected to need.
+
+        More may begin than are expected to fit if that pays. Not before a sequence has given its pages back does it
+        look again.
+        """
+        num_running = len(self._running) + len(self._aside)
+        if not (self._grows and num_running):
+            return 0
+        cache, num_choices = self.cache, len(sequence.draws)
+        allowed = sequence.group.max_tokens * num_choices + self._num_allowed
+        if cache.pages_for(len(sequence.token_ids) + allowed) + num_running <= cache.pool.num_available:
+            return num_running
+        asked = (sequence.seq_id, self._num_released)
+        if self._spared[:2] != asked:
+            num_tokens, num_pages = cache.price(sequence.token_ids, sequence.group.request.identity)
+            ahead = [self._ahead(sequence, cache.pages_for(len(sequence.token_ids)), 0)] * num_choices
+            for one in chain(self._running.values(), self._aside.values(), self._loading.values()):
+                assert one.table is not None
+                held = len(one.table.pages)
+                ahead += [self._ahead(one, held, held - one.num_found // cache.block_size)] * len(one.draws)
+            room = cache.pool.num_available - num_pages
+            most, steps = outlook(ahead, max(room, 0))
+            pays = most > room and cache.tiers.costs.preempting_pays(num_running, steps, num_tokens + steps)
+            self._spared = (*asked, num_running if pays else max(most, num_running))
+        return self._spared[2]
+
+    def _ahead(self, sequence: Sequence, held: int, owned: int) -> Ahead:
+        """What is expected of a sequence that holds so many pages, some of them its own."""
+        group, known = sequence.group, len(sequence.token_ids)
+        if sequence.seq_id in self._aside:
+            known = sequence.num_computed + self.stats.num_steps - sequence.aside_since + 1
+        generated = known - group.num_prompt_tokens
+        # the last token needs no slot
+        steps = max(self._forecast.to_come(sequence.seq_id, generated, group.max_tokens) - 1, 0)
+        return Ahead(steps, max(self.cache.pages_for(known + steps) - held, 0), owned)
 
     def _slice(self, sequence: Sequence, count: int) -> Slice:
         start, tokens, group = sequence.num_computed, sequence.token_ids, sequence.group
@@ -431,6 +482,8 @@ class Scheduler:
             self.cache.release(sequence.table, sequence.group.session)
             sequence.table = None
             self._num_filled -= sequence.num_computed
+            self._num_allowed -= sequence.group.max_tokens * len(sequence.draws)
+            self._num_released += 1
         sequence.num_computed = sequence.write_start = 0
 
     def _preempt(self, sequence: Sequence, needy: Sequence) -> None:
@@ -468,6 +521,8 @@ class Scheduler:
         if sequence.phase is Phase.WAITING:
             self._num_waiting -= 1
         self._release(sequence)
+        if sequence.num_generated:
+            self._forecast.ended(sequence.num_generated, sequence.group.max_tokens)
         sequence.phase = Phase.FINISHED
         group = sequence.group
         del group.live[sequence.seq_id]
@@ -482,6 +537,7 @@ class Scheduler:
         """At the end of the prompt, fork one sequence for each further choice; give each its first token."""
         choices = [sequence]
         choices += [self._fork(sequence, index, sequence.draws[index].seed) for index in range(1, len(sampled))]
+        self._num_allowed -= sequence.group.max_tokens * (len(sequence.draws) - 1)
         sequence.draws = sequence.draws[:1]
         for choice, token in zip(choices, sampled, strict=True):
             self._take(choice, (token,), outputs)
@@ -520,7 +576,9 @@ class Scheduler:
         if parent.table is not None and self._has_place:
             twin.table = self.cache.fork(parent.table)
             twin.num_computed, twin.write_start = parent.num_computed, parent.write_start
+            twin.num_found = twin.num_computed
             self._num_filled += twin.num_computed
+            self._num_allowed += twin.group.max_tokens
             self._run(twin)
         else:
             self._enqueue(twin)

@@ -33,6 +33,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "aside_since",
         "candidates",
         "draws",
         "group",
@@ -40,6 +41,7 @@ class Sequence:
         "key",
         "num_at_admission",
         "num_computed",
+        "num_found",
         "num_lost",
         "num_preemptions",
         "phase",
@@ -64,6 +66,8 @@ class Sequence:
         self.table: PageTable | None = None
         self.num_computed = 0
         self.num_at_admission = 0
+        self.num_found = 0  # tokens in pages that it came to, and that others may hold as well
+        self.aside_since = 0  # the number of the step, when set aside
         self.write_start = 0
         self.num_preemptions = 0
         self.num_lost = 0  # tokens that were computed when it was preempted, until it is admitted again

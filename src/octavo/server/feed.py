@@ -119,6 +119,7 @@ class MapStats(Struct):
     tiers: dict[str, MapTier]
     running: int
     waiting: int
+    spared_pages: int
     totals: MapTotals
     saved_by_sharing_pages: int
     ttft_s: MapLatency | None
@@ -523,6 +524,7 @@ class Feed:
                 {name: tier for name, tier in zip(NAMES, _told(self._latest), strict=True) if tier.total},
                 stats.num_running,
                 stats.num_waiting,
+                stats.pages_spared,
                 _totals(stats),
                 self._latest.num_saved,
                 _latency(self._first_token_s.percentiles()),

@@ -253,6 +253,8 @@ class _Page(Collector):
         yield self._gauge("kv_cache_bytes", "Bytes of the page pool by class of holder.", sizes, "holder")
         slots = {"filled": stats.slots_filled, "unused": stats.slots_unused}
         yield self._gauge("kv_slots", "Token slots of running sequences' pages by state.", slots, "state")
+        spared = "Pages left to running sequences, which are expected to need them, while others wait."
+        yield self._gauge("kv_pages_spared", spared, stats.pages_spared)
         yield self._gauge("cache_config_info", "The cache's configuration.", 1, **self._cache_config)
 
         yield self._counter("prompt_tokens", "Tokens of the prompts that were computed or found.", seen.prompt_tokens)

@@ -145,7 +145,7 @@ def engine(config: EngineConfig, cost: Cost, *, audit: bool = False) -> EngineCo
         enable_prefix_caching=config.enable_prefix_caching,
         num_host_pages=int(config.swap_space * GIB) // page_bytes,
         num_disk_pages=int(config.kv_offload_space * GIB) // page_bytes if config.kv_offload_dir else 0,
-        costs=_costs(config.preemption_mode, cost),
+        costs=_costs(config, cost),
         session_ttl=config.session_ttl,
         max_pinned_fraction=config.max_pinned_fraction,
         kv_quota=config.kv_quota,
@@ -156,11 +156,12 @@ def engine(config: EngineConfig, cost: Cost, *, audit: bool = False) -> EngineCo
     return EngineCore(scheduler, PricedExecutor(cost), audit=audit)
 
 
-def _costs(mode: str, cost: Cost, count: int = 32, far: int = 2048) -> Costs:
-    """What an engine would measure at its start: a few tokens near the beginning, and far from it."""
-    near_s, far_s = (cost.step_s(load_of([(start, count, 0)])) / count for start in (0, far))
-    load_s = {tier: cost.move_s(tier) for tier in (Tier.HOST, Tier.DISK)}
-    return Costs.fitted(mode, count, near_s, far, far_s, load_s)
+def _costs(config: EngineConfig, cost: Cost, count: int = 32, far: int = 2048) -> Costs:
+    """What an engine would measure at its start: steps of a token, of a few, and of a few far from the beginning."""
+    step_s, near_s, far_s = (cost.step_s(load_of([at])) for at in ((0, 1, 0), (0, count, 0), (far, count, 0)))
+    tiers = {Tier.HOST: config.swap_space > 0, Tier.DISK: bool(config.kv_offload_dir)}
+    load_s = {tier: cost.move_s(tier) for tier, wanted in tiers.items() if wanted}
+    return Costs.fitted(config.preemption_mode, step_s, count, near_s, far, far_s, load_s)
 
 
 # ── figures ──────────────────────────────────────────────────────────────────────────────────────────────────────

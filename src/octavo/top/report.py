@@ -20,9 +20,10 @@ def facts(memory: Memory) -> str:
     stats = memory.stats
     totals, first, next_ = stats["totals"], stats.get("ttft_s") or {}, stats.get("itl_s") or {}
     queried = totals["queried_tokens"]
+    spared = f", {stats['spared_pages']:,} pages kept for the running" if stats["spared_pages"] else ""
     return " · ".join(
         (
-            f"{stats['running']} running, {stats['waiting']} waiting",
+            f"{stats['running']} running, {stats['waiting']} waiting{spared}",
             f"first token {_seconds(first.get('p50'))} (p99 {_seconds(first.get('p99'))})",
             f"next tokens {_seconds(next_.get('p50'))} (p99 {_seconds(next_.get('p99'))})",
             f"cache hits {totals['hit_tokens'] / queried:.0%}" if queried else "no prompts yet",

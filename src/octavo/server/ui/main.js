@@ -85,7 +85,7 @@ const READINGS = [
     const [tier] = pool.tiers;
     return tier ? [percent(tier.size - tier.counts[0], tier.size), `${bytes((tier.size - tier.counts[0]) * pool.about.page_bytes)} of ${bytes(tier.size * pool.about.page_bytes)}`] : ["–", ""];
   }, "pool"],
-  ["Running", ({ running, waiting }) => [count(running), waiting ? `${count(waiting)} waiting` : "none waiting"]],
+  ["Running", ({ running, waiting, spared_pages }) => [count(running), waiting ? `${count(waiting)} waiting${spared_pages ? `; ${count(spared_pages)} pages kept for the running` : ""}` : "none waiting"]],
   ["First token", ({ ttft_s }) => (ttft_s ? [quick(ttft_s.p50), `p99 ${quick(ttft_s.p99)}`] : ["–", "none in 10 s"])],
   ["Between tokens", ({ itl_s }) => (itl_s ? [quick(itl_s.p50), `p99 ${quick(itl_s.p99)}`] : ["–", "none in 10 s"])],
   ["Found in the cache", ({ totals: { hit_tokens, queried_tokens } }) => [percent(hit_tokens, queried_tokens), `of ${count(queried_tokens)} prompt tokens`]],

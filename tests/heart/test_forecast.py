@@ -1,0 +1,146 @@
+"""How long answers are expected to be, and that no more sequences begin than will fit, unless that pays."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from octavo.cache.tiers import Costs
+from octavo.scheduler.forecast import TYPICAL, WINDOW, Ahead, Forecast, outlook
+from octavo.types import Request, SamplingParams
+from tests.heart.engines import expected, make_engine, run, tokens_of
+from tests.heart.test_scheduler import greedy, prompt
+
+AGAIN = Costs(token_s=0.001)
+"""Computing costs something, and a step nothing besides."""
+
+
+def after(*lengths: int, most: int = 10_000) -> Forecast:
+    forecast = Forecast()
+    for length in lengths:
+        forecast.ended(length, most)
+    return forecast
+
+
+def test_answers_are_as_long_as_those_before() -> None:
+    assert Forecast().to_come(0, 0, 10_000) == TYPICAL
+    known = after(*[10] * WINDOW)
+    assert {known.to_come(number, 4, 10_000) for number in range(50)} == {6}
+    assert known.to_come(0, 4, 7) == 3  # it may not have more
+    assert known.to_come(0, 10, 10_000) == known.to_come(0, 9, 10_000) + 9 == 10  # longer than any: as long again
+    assert known.to_come(0, 10, 15) == 5
+
+
+def test_expectations_are_spread_as_the_lengths_were() -> None:
+    known = after(*range(1, WINDOW + 1))
+    found = sorted(known.to_come(number, 0, 10_000) for number in range(1000))
+    assert found[500] == pytest.approx(WINDOW / 2, abs=2) and found[900] == pytest.approx(0.9 * WINDOW, abs=2)
+    found = sorted(known.to_come(number, 100, 10_000) for number in range(1000))
+    assert found[0] == 1 and found[-1] == WINDOW - 100
+
+
+def test_the_oldest_are_forgotten() -> None:
+    known = after(*[900] * WINDOW, *[10] * WINDOW)
+    assert {known.to_come(number, 0, 10_000) for number in range(50)} == {10}
+
+
+def test_who_was_cut_off_might_have_gone_on() -> None:
+    known = after(*[16] * WINDOW, most=16)
+    assert {known.to_come(number, 0, 10_000) for number in range(50)} == {16}  # nothing longer is known
+    known = after(*[16] * (WINDOW // 2), most=16)
+    for _ in range(WINDOW // 2):
+        known.ended(100, 10_000)
+    assert {known.to_come(number, 0, 10_000) for number in range(50)} == {100}
+    assert {known.to_come(number, 0, 60) for number in range(50)} == {60}
+
+
+def test_the_outlook_is_what_comes_when_steps_are_taken_one_by_one() -> None:
+    """Of sequences that take a page in each step, where nothing is rounded."""
+    rng = random.Random(1)
+    for _ in range(500):
+        steps = [rng.randrange(30) for _ in range(rng.randrange(1, 9))]
+        sequences = [Ahead(count, count, rng.randrange(40)) for count in steps]
+        room = rng.randrange(100)
+        needed = [sum(step if step <= one.steps else -one.owned for one in sequences) for step in range(max(steps) + 1)]
+        found = outlook(sequences, room)
+        assert found.most == max(needed)
+        if found.most > room:
+            assert found.steps == next(step for step, pages in enumerate(needed) if pages > room) - 1
+
+
+def test_pages_are_taken_evenly() -> None:
+    """Of 64 steps, in the first of which the other one ends."""
+    assert outlook([Ahead(64, 4, 8), Ahead(16, 2, 3)], 10) == (3, 0)
+    assert outlook([Ahead(64, 4, 8), Ahead(16, 2, 3)], 2) == (3, 10)
+    assert outlook([Ahead(64, 4, 8), Ahead(0, 0, 1)], 2) == (3, 48)
+
+
+@pytest.mark.parametrize(
+    ("costs", "most", "preempts"),
+    [
+        (AGAIN, 4, False),
+        (Costs(), 5, True),
+        (Costs(token_s=0.001, step_s=1.0), 5, True),
+        (Costs(token_s=0.001, step_s=0.002), 4, False),
+    ],
+)
+def test_no_more_begin_than_will_fit_unless_a_larger_batch_saves_more(costs: Costs, most: int, preempts: bool) -> None:
+    engine = make_engine(16, costs=costs)
+    params = greedy(12)
+    requests = [Request(str(number), prompt(5, number), params) for number in range(12)]
+    for request in requests:
+        engine.add(request)
+    running = []
+    outputs: dict[str, list[int]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).extend(one.token_id for one in output.new_tokens)
+        running.append(engine.scheduler.num_running)
+    assert max(running) == most
+    assert (engine.scheduler.stats.num_preemptions > 0) == preempts
+    assert all(outputs[request.request_id] == expected(engine, request) for request in requests)
+
+
+def test_pages_that_others_hold_as_well_are_not_counted_twice() -> None:
+    """Eight pages are common to all, so that 18 sequences of two more fit into 44."""
+    engine = make_engine(44, costs=AGAIN)
+    params = greedy(7)
+    requests = [Request(str(number), [*prompt(32, 0), 1, number + 2], params) for number in range(24)]
+    run(engine, [Request("first", [*prompt(32, 0), 1, 1], params)])
+    for request in requests:
+        engine.add(request)
+    running = []
+    while engine.has_work:
+        engine.step()
+        running.append(engine.scheduler.num_running)
+    assert max(running) == 18 and engine.scheduler.stats.num_preemptions == 0
+
+
+def test_what_is_spared_is_told_while_somebody_waits_for_it() -> None:
+    engine = make_engine(16, costs=AGAIN)
+    params = greedy(12)
+    for number in range(5):
+        engine.add(Request(str(number), prompt(5, number), params))
+    assert engine.scheduler.num_spared == 0
+    engine.step()
+    # each of the four, and the fifth, would take two pages more
+    assert (engine.scheduler.num_running, engine.scheduler.num_waiting, engine.scheduler.num_spared) == (4, 1, 10)
+    engine.abort("4")
+    assert engine.scheduler.num_spared == 0
+
+
+def test_the_books_are_even_whatever_became_of_the_requests() -> None:
+    engine = make_engine(24, costs=AGAIN, max_num_seqs=5)
+    choices = SamplingParams(seed=1, n=3, max_tokens=9, ignore_eos=True)
+    beams = SamplingParams(use_beam_search=True, beam_width=3, max_tokens=6, ignore_eos=True)
+    requests = [Request(str(number), prompt(5, number), (choices, beams)[number % 2]) for number in range(8)]
+    for request in requests:
+        engine.add(request)
+    for _ in range(7):
+        engine.step()
+    engine.abort("0")
+    engine.abort("1")
+    outputs = run(engine, [Request("last", prompt(6, 9), choices)])
+    assert tokens_of(outputs["last"][0]) == expected(engine, Request("last", prompt(6, 9), choices))
+    assert engine.scheduler._num_allowed == 0
