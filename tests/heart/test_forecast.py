@@ -80,8 +80,8 @@ def test_pages_are_taken_evenly() -> None:
     ("costs", "most", "preempts"),
     [
         (AGAIN, 4, False),
-        (Costs(), 5, True),
-        (Costs(token_s=0.001, step_s=1.0), 5, True),
+        (Costs(), 6, True),
+        (Costs(token_s=0.001, step_s=1.0), 6, True),
         (Costs(token_s=0.001, step_s=0.002), 4, False),
     ],
 )

@@ -390,7 +390,7 @@ class Scheduler:
         return admission
 
     def _to_spare(self, sequence: Sequence) -> int:
-        """Pages to leave when this sequence begins: one for each running one, and what all are expected to need.
+        """Pages to leave when this sequence begins: one for every two that run, or what all are expected to need.
 
         More may begin than are expected to fit if that pays. Not before a sequence has given its pages back does it
         look again.
@@ -398,10 +398,10 @@ class Scheduler:
         num_running = len(self._running) + len(self._aside)
         if not (self._grows and num_running):
             return 0
-        cache, num_choices = self.cache, len(sequence.draws)
+        cache, num_choices, soon = self.cache, len(sequence.draws), (num_running + 1) // 2
         allowed = sequence.group.max_tokens * num_choices + self._num_allowed
-        if cache.pages_for(len(sequence.token_ids) + allowed) + num_running <= cache.pool.num_available:
-            return num_running
+        if cache.pages_for(len(sequence.token_ids) + allowed) + soon <= cache.pool.num_available:
+            return soon
         asked = (sequence.seq_id, self._num_released)
         if self._spared[:2] != asked:
             num_tokens, num_pages = cache.price(sequence.token_ids, sequence.group.request.identity)
@@ -413,7 +413,7 @@ class Scheduler:
             room = cache.pool.num_available - num_pages
             most, steps = outlook(ahead, max(room, 0))
             pays = most > room and cache.tiers.costs.preempting_pays(num_running, steps, num_tokens + steps)
-            self._spared = (*asked, num_running if pays else max(most, num_running))
+            self._spared = (*asked, soon if pays else max(most, soon))
         return self._spared[2]
 
     def _ahead(self, sequence: Sequence, held: int, owned: int) -> Ahead:
