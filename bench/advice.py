@@ -22,13 +22,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from octavo.allowance import available_memory
 from octavo.bench import trials
 from octavo.bench.calibrate import calibrate
 from octavo.bench.machine import machine
 from octavo.bench.trials import ARCHETYPES, Archetype, Turn, arrivals_of, prompts_of
 from octavo.config import EngineConfig
 from octavo.engine.llm import Engine, assemble
-from octavo.engine.sizing import GIB, available_memory
+from octavo.engine.sizing import GIB
 from octavo.kv_format import KVFormat
 from octavo.models.catalog import resolve
 from octavo.models.weights import Checkpoint, open_checkpoint

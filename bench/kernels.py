@@ -31,6 +31,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy comes: the re
 import numpy as np
 
 from octavo import _native
+from octavo.allowance import available_cores
 from octavo.bench.machine import Load, Run, Shape, machine, probe
 from octavo.config import ModelConfig
 from octavo.kv_format import KVFormat
@@ -212,7 +213,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,4,32,512")
     parser.add_argument("--steps", default="1x2048x1,32x256x1,1x512x512,1x4096x512", help="sequences x tokens x rows")
     parser.add_argument("--kv-dtypes", default="bf16")
-    parser.add_argument("--threads", default=",".join(map(str, sorted({1, _native.available_cores()}))))
+    parser.add_argument("--threads", default=",".join(map(str, sorted({1, available_cores()}))))
     parser.add_argument("--variants", default=_native.variants()[-1])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=1, help="take all cases in turn, so often")

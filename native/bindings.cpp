@@ -585,7 +585,6 @@ double product_rate(Backend& backend, const std::string& type) {
 }  // namespace
 
 NB_MODULE(OCTAVO_MODULE, module) {
-  module.def("available_cores", &available_cores);
   module.def("variants", [] {
     std::vector<std::string> names;
     for (const Kernels* const* table = available_kernels(); *table; ++table) {

@@ -1,7 +1,6 @@
 #include "parallel.h"
 
 #include <pthread.h>
-#include <sched.h>
 
 #include <atomic>
 #include <memory>
@@ -101,17 +100,6 @@ struct Pool::State {
     }
   }
 };
-
-int available_cores() {
-#if defined(__linux__)
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) == 0) {
-    return CPU_COUNT(&set);
-  }
-#endif
-  const int cores = static_cast<int>(std::thread::hardware_concurrency());
-  return cores > 0 ? cores : 1;
-}
 
 Pool::Pool(int num_threads) : state_(nullptr), num_threads_(num_threads < 1 ? 1 : num_threads) {
   static const int registered = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });

@@ -9,9 +9,6 @@
 
 namespace octavo {
 
-// Cores this process may run on.
-int available_cores();
-
 class Pool {
  public:
   // Works on items begin … end-1. `thread` is 0 … size-1 and differs between the threads that run at once.

@@ -12,7 +12,7 @@ import pytest
 from octavo.config import EngineConfig
 from octavo.engine.kv_store import KVStore
 from octavo.engine.page_file import NAME, PageFile
-from octavo.engine.sizing import GIB, available_memory, host_size, pool_size
+from octavo.engine.sizing import GIB, host_size, pool_size
 from octavo.errors import ConfigError
 from octavo.kv_format import KVFormat
 from octavo.ops.cpu import CpuOps
@@ -320,42 +320,3 @@ def test_times_of_loading_leave_nothing_behind(store, caplog, tmp_path, monkeypa
     monkeypatch.setattr(os, "preadv", lambda *args: 0)
     assert store.load_seconds()[Tier.DISK] == float("inf")
     assert "pages cannot be read back from disk" in caplog.text
-
-
-def machine(root, files):
-    for name, text in {"proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 4000 kB\n", **files}.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
-
-
-STAT = "anon 1\ninactive_file 4096\ntotal_inactive_file 8192\n"
-
-
-def test_free_memory_without_control_groups(tmp_path):
-    assert available_memory(machine(tmp_path, {})) == 4000 * 1024
-    assert available_memory() > 0
-
-
-def test_free_memory_in_control_groups_of_version_2(tmp_path):
-    groups = {
-        "proc/self/cgroup": "0::/a/b\n",
-        "sys/fs/cgroup/a/memory.max": "1000000\n",
-        "sys/fs/cgroup/a/memory.current": "300000\n",
-        "sys/fs/cgroup/a/memory.stat": STAT,
-        "sys/fs/cgroup/a/b/memory.max": "max\n",
-    }
-    assert available_memory(machine(tmp_path, groups)) == 700000 + 4096
-
-
-def test_free_memory_in_control_groups_of_version_1(tmp_path):
-    groups = {
-        "proc/self/cgroup": "4:cpu,memory:/c\n1:cpuset:/c\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-        "sys/fs/cgroup/memory/memory.usage_in_bytes": "5\n",
-        "sys/fs/cgroup/memory/memory.stat": STAT,
-        "sys/fs/cgroup/memory/c/memory.limit_in_bytes": "2000\n",
-        "sys/fs/cgroup/memory/c/memory.usage_in_bytes": "3000000\n",
-        "sys/fs/cgroup/memory/c/memory.stat": STAT,
-    }
-    assert available_memory(machine(tmp_path, groups)) == 0

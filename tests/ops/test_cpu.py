@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from octavo import _native
+from octavo.allowance import available_cores
 from octavo.errors import ConfigError
 from octavo.ops import cpu
 from octavo.ops.api import Footprint, Quantized, StepInputs
@@ -58,7 +59,7 @@ def test_a_variant_that_the_machine_lacks_is_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_threads() -> None:
-    assert CpuOps().backend.num_threads == min(_native.available_cores(), cpu.MAX_THREADS)
+    assert CpuOps().backend.num_threads == min(available_cores(), cpu.MAX_THREADS)
     assert CpuOps(3).backend.num_threads == 3
     for bad in (0, -1, cpu.MAX_THREADS + 1):
         with pytest.raises(ConfigError, match="num_threads"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
@@ -74,7 +73,7 @@ def plan(
     --page-sizes counts all bytes that go with a token, and the slots that sequences leave empty: those of --lengths or
     --prompt-tokens, or of three usual mixes of lengths.
     """
-    from octavo.engine.sizing import available_memory
+    from octavo.allowance import available_memory
     from octavo.gpus import GB, GPUS
     from octavo.planner import memory as sums
     from octavo.planner.known import MODELS
@@ -314,8 +313,8 @@ def advise(
     where paging buys nothing. Without --gpu, --memory and --calibration the advice is for this machine, its steps
     roughly as docs/performance.md has them. docs/advice.md tells more.
     """
+    from octavo.allowance import available_cores, available_memory
     from octavo.bench import trials
-    from octavo.engine.sizing import available_memory
     from octavo.gpus import GPUS
     from octavo.planner.memory import Device
     from octavo.planner.report import advice_document, advice_lines
@@ -346,7 +345,7 @@ def advise(
     if calibration is not None:
         cost_of = trials.timed(shape, Measured.open(calibration))
     else:
-        cores = processor(len(os.sched_getaffinity(0)), memory or available_memory())
+        cores = processor(available_cores(), memory or available_memory())
         cost_of = trials.sheet(shape, cores if gpu is None else GPUS[gpu], tensor_parallel_size)
     with counting() as bar:
         task = bar.add_task("Trials")

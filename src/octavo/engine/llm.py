@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from octavo import kv_costs
+from octavo.allowance import available_memory
 from octavo.cache.manager import CacheManager
 from octavo.cache.tiers import Costs
 from octavo.config import EngineConfig, ModelConfig
@@ -31,7 +32,7 @@ from octavo.engine.kv_store import KVStore
 from octavo.engine.page_file import PageFile
 from octavo.engine.runner import ModelRunner
 from octavo.engine.sampler import Sampler
-from octavo.engine.sizing import GIB, available_memory, host_size, pool_size
+from octavo.engine.sizing import GIB, host_size, pool_size
 from octavo.engine.text import ChoiceText
 from octavo.errors import ConfigError, InvalidRequest, OctavoError
 from octavo.kv_format import KV_REVISION, KVFormat

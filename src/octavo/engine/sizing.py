@@ -6,8 +6,6 @@ Plain integers, so that a plan and the engine size the same pool with the same s
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from pathlib import Path
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
@@ -77,33 +75,3 @@ def pool_size(config: EngineConfig, format: KVFormat, context_length: int, avail
         *(num_pages, longest, context_length, needed),
     )
     return num_pages, longest
-
-
-def available_memory(root: Path = Path("/")) -> int:
-    """Bytes this process may still take: what the system has free, or less where a control group has a limit."""
-    meminfo = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
-    return max(0, min([int(meminfo["MemAvailable"].split()[0]) * 1024, *_cgroup_headrooms(root)]))
-
-
-def _cgroup_headrooms(root: Path) -> Iterator[int]:
-    """Limit less use, in bytes, of this process's control group and those above it, version 1 or 2.
-
-    File pages that the kernel drops before it denies memory (a model file just read, say) count as unused.
-    """
-    groups = root / "proc/self/cgroup"
-    for line in groups.read_text().splitlines() if groups.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            top, limit, usage, cache = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            top, limit, usage = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            cache = "total_inactive_file"
-        else:
-            continue
-        group = top / path.lstrip("/")
-        for folder in (group, *group.parents):
-            if (folder / limit).exists() and (value := (folder / limit).read_text().strip()) != "max":
-                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                yield int(value) - int((folder / usage).read_text()) + int(stat.get(cache, 0))
-            if folder == top:
-                break

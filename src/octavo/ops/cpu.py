@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from octavo import _native
+from octavo.allowance import available_cores
 from octavo.errors import ConfigError
 from octavo.kv_format import KVFormat
 from octavo.ops.api import (
@@ -48,7 +49,7 @@ def choose_variant(name: str | None) -> str:
 def choose_threads(num_threads: int | None) -> int:
     """The number given, or one for each core this process may use. Raises ConfigError."""
     if num_threads is None:
-        return min(_native.available_cores(), MAX_THREADS)
+        return min(available_cores(), MAX_THREADS)
     if not 1 <= num_threads <= MAX_THREADS:
         raise ConfigError("num_threads", f"must be from 1 to {MAX_THREADS}, got {num_threads}")
     return num_threads
