@@ -34,6 +34,7 @@ from octavo.bench.compare import Gauge
 from octavo.cache.manager import Admission, CacheManager, Wait
 from octavo.cache.page_table import PageTable
 from octavo.cache.sessions import Session
+from octavo.cache.tiers import Costs
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.scheduler.scheduler import Scheduler
@@ -49,8 +50,20 @@ SIGMAS = {"sharegpt": (1.0, 0.75), "alpaca": (0.5, 0.9)}
 CLIP = (4, 1024)
 WIDTHS = (2, 4, 6)
 PAPER = {
-    "sharegpt": {"max": (20.4, 7.00), "pow2": (26.8, 9.81), "oracle": (38.2, 13.62), "paged": (96.3, 30.42)},
-    "alpaca": {"max": (None, 7.00), "pow2": (None, 43.24), "oracle": (None, 72.75), "paged": (None, 132.44)},
+    "sharegpt": {
+        "max": (20.4, 7.00),
+        "pow2": (26.8, 9.81),
+        "oracle": (38.2, 13.62),
+        "paged": (96.3, 30.42),
+        "foreseen": (None, None),
+    },
+    "alpaca": {
+        "max": (None, 7.00),
+        "pow2": (None, 43.24),
+        "oracle": (None, 72.75),
+        "paged": (None, 132.44),
+        "foreseen": (None, None),
+    },
 }
 """Per cent of the memory that hold tokens (figure 2); sequences at once (figure 13: 2 and 30 requests a second)."""
 PAPER_SHARING = {"parallel": "6 to 10", "beam": "38 to 55"}  # per cent, figure 15: Alpaca, 2 to 6 sequences
@@ -130,6 +143,8 @@ POLICIES: dict[str, Callable[[Length], int]] = {
     "oracle": lambda length: length.prompt + length.answer - 1,
 }
 """Tokens that are reserved for a sequence."""
+PAGED = {"paged": Costs(), "foreseen": Costs(token_s=1.0)}
+"""Ways with pages: as many begin as fit, or no more than are expected to fit to their ends."""
 
 
 class Reserving(CacheManager):
@@ -203,8 +218,8 @@ def serve(work: Sequence[Length], cache: CacheManager, **params: Any) -> tuple[G
 
 def utilisation(work: Sequence[Length], policy: str) -> dict[str, float]:
     """Means over the steps at which requests wait, from the first that holds as much as the median one."""
-    if policy == "paged":
-        cache = CacheManager(NUM_SLOTS // PAGE, PAGE, enable_prefix_caching=False)
+    if policy in PAGED:
+        cache = CacheManager(NUM_SLOTS // PAGE, PAGE, enable_prefix_caching=False, costs=PAGED[policy])
     else:
         reserved = {own_token(number): POLICIES[policy](one) for number, one in enumerate(work)}
         cache = Reserving(lambda tokens: reserved[tokens[0]])
@@ -215,7 +230,7 @@ def utilisation(work: Sequence[Length], policy: str) -> dict[str, float]:
     tokens = fmean(sample.tokens for sample in samples)
     found = {"percent": 100 * tokens / NUM_SLOTS, "at_once": fmean(sample.running for sample in samples)}
     found["num_preemptions"] = num_preemptions
-    if policy == "paged":
+    if policy in PAGED:
         found["percent_of_pages"] = 100 * tokens / (PAGE * fmean(sample.pages for sample in samples))
     return found
 
@@ -232,7 +247,7 @@ def table(num_requests: int, num_shared: int, spread: float, seed: int) -> dict[
     works = {name: lengths(name, num_requests, spread, seed) for name in MEANS}
     few = {name: lengths(name, num_shared, spread, seed) for name in MEANS}
     return {
-        "memory": {name: {way: utilisation(work, way) for way in (*POLICIES, "paged")} for name, work in works.items()},
+        "memory": {name: {way: utilisation(work, way) for way in (*POLICIES, *PAGED)} for name, work in works.items()},
         "sharing": {
             name: {kind: {str(width): saved(work, kind, width) for width in WIDTHS} for kind in PAPER_SHARING}
             for name, work in few.items()
@@ -256,9 +271,9 @@ def main() -> None:
         for way, found in ways.items():
             percent, at_once = PAPER[name][way]
             told = f"{found['percent']:5.1f} % of the memory ({percent or '–'})"
-            told += f", {found['at_once']:6.1f} at once ({at_once})"
-            pages = f"; {found['percent_of_pages']:.1f} % of the pages held" if way == "paged" else ""
-            print(f"{name:<9} {way:<7} {told}{pages}")
+            told += f", {found['at_once']:6.1f} at once ({at_once or '–'})"
+            pages = f"; {found['percent_of_pages']:.1f} % of the pages held" if way in PAGED else ""
+            print(f"{name:<9} {way:<8} {told}{pages}, {found['num_preemptions']} preemptions")
     for name, kinds in figures["sharing"].items():
         for kind, widths in kinds.items():
             told = ", ".join(f"{width}: {percent:.1f} %" for width, percent in widths.items())

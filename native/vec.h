@@ -67,7 +67,6 @@ OCTAVO_INLINE i32x16 bits(f32x16 a) { return {_mm512_castps_si512(a.v)}; }
 OCTAVO_INLINE f32x16 from_bits(i32x16 a) { return {_mm512_castsi512_ps(a.v)}; }
 OCTAVO_INLINE i32x16 broadcast_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
 OCTAVO_INLINE i32x16 load_int(const void* p) { return {_mm512_loadu_si512(p)}; }
-OCTAVO_INLINE void store_int(void* p, i32x16 a) { _mm512_storeu_si512(p, a.v); }
 OCTAVO_INLINE i32x16 operator+(i32x16 a, i32x16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
 OCTAVO_INLINE i32x16 operator*(i32x16 a, i32x16 b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
 OCTAVO_INLINE i32x16 operator&(i32x16 a, i32x16 b) { return {_mm512_and_si512(a.v, b.v)}; }
@@ -151,10 +150,6 @@ OCTAVO_INLINE i32x16 broadcast_int(int32_t x) { return {_mm256_set1_epi32(x), _m
 OCTAVO_INLINE i32x16 load_int(const void* p) {
   const __m256i* q = static_cast<const __m256i*>(p);
   return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
-}
-OCTAVO_INLINE void store_int(void* p, i32x16 a) {
-  _mm256_storeu_si256(static_cast<__m256i*>(p), a.lo);
-  _mm256_storeu_si256(static_cast<__m256i*>(p) + 1, a.hi);
 }
 OCTAVO_INLINE i32x16 operator+(i32x16 a, i32x16 b) {
   return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)};
@@ -267,7 +262,6 @@ OCTAVO_INLINE i32x16 load_int(const void* p) {
   memcpy(out.v, p, sizeof out.v);
   return out;
 }
-OCTAVO_INLINE void store_int(void* p, i32x16 a) { memcpy(p, a.v, sizeof a.v); }
 OCTAVO_INLINE i32x16 operator+(i32x16 a, i32x16 b) {
   OCTAVO_LANEWISE(i32x16, static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) + static_cast<uint32_t>(b.v[i])));
 }

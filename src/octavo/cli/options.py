@@ -233,7 +233,15 @@ PLAIN_OPTIONS = {
 
 
 def as_option(error: OctavoError) -> str:
-    """The error's text, with an option's name as it is typed."""
+    """The error's text, with options' names as they are typed: the one it is of, and those that a remedy names."""
     name = getattr(error, "option", getattr(error, "field", ""))
     known = {field.name for config in CONFIGS for field in fields(config)} | PLAIN_OPTIONS
-    return f"--{name.replace('_', '-')}{str(error).removeprefix(name)}" if name in known else str(error)
+    text = str(error).removeprefix(name) if name in known else str(error)
+    named = re.sub(
+        r"(?<![\w-])[a-z]+(?:_[a-z]+)+\b", lambda found: _typed(found[0]) if found[0] in known else found[0], text
+    )
+    return f"{_typed(name)}{named}" if name in known else named
+
+
+def _typed(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
