@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from math import ceil
 
 import pytest
 
 from octavo.cache.tiers import Costs
-from octavo.scheduler.forecast import TYPICAL, WINDOW, Ahead, Forecast, outlook
+from octavo.scheduler.forecast import TYPICAL, WINDOW, Ahead, Forecast, Outlook
 from octavo.types import Request, SamplingParams
 from tests.heart.engines import expected, make_engine, run, tokens_of
 from tests.heart.test_scheduler import greedy, prompt
@@ -55,25 +56,38 @@ def test_who_was_cut_off_might_have_gone_on() -> None:
     assert {known.to_come(number, 0, 60) for number in range(50)} == {60}
 
 
-def test_the_outlook_is_what_comes_when_steps_are_taken_one_by_one() -> None:
-    """Of sequences that take a page in each step, where nothing is rounded."""
-    rng = random.Random(1)
-    for _ in range(500):
-        steps = [rng.randrange(30) for _ in range(rng.randrange(1, 9))]
-        sequences = [Ahead(count, count, rng.randrange(40)) for count in steps]
+def outlook(sequences: list[Ahead], size: int) -> Outlook:
+    made = Outlook(size)
+    for one in sequences:
+        made.add(one)
+    return made
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_the_outlook_is_what_comes_when_steps_are_taken_one_by_one(size: int) -> None:
+    rng = random.Random(size)
+    for _ in range(300):
+        sequences = [
+            Ahead(rng.randrange(60), number, rng.randrange(4, 30), rng.choice([1, 1, 1, 3]))
+            for number in range(rng.randrange(1, 9))
+        ]
         room = rng.randrange(100)
-        needed = [sum(step if step <= one.steps else -one.owned for one in sequences) for step in range(max(steps) + 1)]
-        found = outlook(sequences, room)
-        assert found.most == max(needed)
-        if found.most > room:
-            assert found.steps == next(step for step, pages in enumerate(needed) if pages > room) - 1
+        needed = {
+            step: ceil(sum(one.pages - one.width * (one.ends - step) / size for one in sequences if one.ends >= step))
+            for step in range(max(one.ends for one in sequences) + 1)
+        }
+        most, step = outlook(sequences[1:], size).needed(sequences[0], room)
+        assert most == max(max(needed.values()), 0)
+        if most > room:
+            first = next(step for step, pages in needed.items() if pages > room)
+            assert step <= first <= step + size or first == 0
 
 
-def test_pages_are_taken_evenly() -> None:
-    """Of 64 steps, in the first of which the other one ends."""
-    assert outlook([Ahead(64, 4, 8), Ahead(16, 2, 3)], 10) == (3, 0)
-    assert outlook([Ahead(64, 4, 8), Ahead(16, 2, 3)], 2) == (3, 10)
-    assert outlook([Ahead(64, 4, 8), Ahead(0, 0, 1)], 2) == (3, 48)
+def test_those_that_should_have_ended_are_thought_of_again() -> None:
+    made = outlook([Ahead(5, 1, 1, 1), Ahead(7, 2, 1, 1), Ahead(9, 3, 1, 1)], 4)
+    assert made.take_overdue(4) == []
+    assert made.take_overdue(7) == [Ahead(5, 1, 1, 1), Ahead(7, 2, 1, 1)]
+    assert made.take_overdue(9) == [Ahead(9, 3, 1, 1)] and made.take_overdue(9) == []
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ Admission asks, as in past-future scheduling (Gong et al., 2025): a batch that w
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections import abc, deque
-from math import ceil
+from collections import deque
 from typing import NamedTuple
 
 WINDOW = 128
@@ -15,7 +14,6 @@ WINDOW = 128
 TYPICAL = 338
 """Tokens of an answer while none has ended: the mean of ShareGPT's (Kwon et al., 2023)."""
 GOLDEN = 0.6180339887498949
-ROUNDING = 1e-6
 
 
 class Forecast:
@@ -53,29 +51,53 @@ class Forecast:
 
 
 class Ahead(NamedTuple):
-    """What lies ahead of a sequence: it takes pages, evenly over its steps, and then gives them and its own back."""
+    """What is expected of a sequence: the step before which it ends, and the pages of its own that it holds then.
 
-    steps: int
-    taken: int
-    owned: int
+    Until then it takes `width` slots a step: more than one where it is to be continued in several ways.
+    """
 
-
-class Outlook(NamedTuple):
-    """The most pages that will be needed beyond those held now; if that is too much, the steps until it is."""
-
-    most: int
-    steps: int
+    ends: int
+    seq_id: int
+    pages: int
+    width: int
 
 
-def outlook(sequences: abc.Iterable[Ahead], room: int) -> Outlook:
-    """What sequences need while there is `room` for so many pages more."""
-    in_order = sorted(sequences)
-    rate, given_back, most, short = sum(taken / max(steps, 1) for steps, taken, _ in in_order), 0, 0, 0
-    for steps, taken, owned in in_order:
-        needed = ceil(rate * steps - given_back - ROUNDING)
-        if most <= room < needed:
-            short = int((room + given_back) / rate)
-        most = max(most, needed)
-        rate -= taken / max(steps, 1)
-        given_back += owned
-    return Outlook(most, short)
+class Outlook:
+    """What is expected of all sequences that hold pages.
+
+    It is kept by their ends, and a sequence that goes on as was expected changes nothing in it.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._in_order: list[Ahead] = []
+
+    def add(self, one: Ahead) -> None:
+        insort(self._in_order, one)
+
+    def remove(self, one: Ahead) -> None:
+        del self._in_order[bisect_left(self._in_order, one)]
+
+    def take_overdue(self, step: int) -> list[Ahead]:
+        """Remove those that should have ended."""
+        count = bisect_left(self._in_order, (step + 1,))
+        late = self._in_order[:count]
+        del self._in_order[:count]
+        return late
+
+    def needed(self, one: Ahead, room: int) -> tuple[int, int]:
+        """The most pages that all have of their own at a time, if `one` joins; the step in which that passes `room`."""
+        self.add(one)
+        size, most, short = self._block_size, 0, 0
+        pages = width = total = 0
+        for ends, _, own, slots in reversed(self._in_order):  # at its end, those before it are over
+            pages += own
+            width += slots
+            total += slots * ends
+            needed = pages - (total - width * ends) // size
+            if needed > most:
+                most = needed
+            if needed > room:
+                short = ends - (needed - room) * size // width
+        self.remove(one)
+        return most, short

@@ -8,7 +8,7 @@ clock: the same requests, times and results in the same order give the same plan
 from __future__ import annotations
 
 from array import array
-from collections import abc
+from collections import ChainMap, abc
 from dataclasses import dataclass
 from heapq import heappop, heappush, nsmallest
 from itertools import chain, islice
@@ -18,7 +18,7 @@ from octavo.cache.manager import Admission, CacheManager, Wait
 from octavo.config import EngineConfig
 from octavo.errors import InvalidRequest
 from octavo.scheduler.beam import Step, advance
-from octavo.scheduler.forecast import Ahead, Forecast, outlook
+from octavo.scheduler.forecast import Ahead, Forecast, Outlook
 from octavo.scheduler.limits import Limits
 from octavo.scheduler.policy import fair_shares, victim
 from octavo.scheduler.sequence import Group, Phase, Sequence
@@ -86,12 +86,15 @@ class Scheduler:
         self._aside: dict[int, Sequence] = {}
         self._parked: dict[int, Sequence] = {}
         self._loading: dict[int, Sequence] = {}
+        self._unforeseen: dict[int, Sequence] = {}  # that hold pages, but are not in the outlook yet
+        self._holding = ChainMap(self._running, self._aside, self._parked, self._loading)
         self._waiting: list[tuple[tuple[int, int, int, int], Sequence]] = []  # a heap; finished entries are skipped
         self._num_waiting = 0
         self._num_filled = 0  # tokens computed of all sequences that have a table
         self._num_allowed = 0  # tokens that their answers may have
+        self._num_found = 0  # pages that were there when they began
         self._num_released = 0  # of these sequences, since the start
-        self._forecast = Forecast()
+        self._forecast, self._outlook = Forecast(), Outlook(cache.block_size)
         self._spared = (-1, -1, 0)  # a sequence to admit, _num_released, and the pages that must then be left
         self._num_arrived = 0
         self._next_seq_id = 0
@@ -379,10 +382,8 @@ class Scheduler:
             sequence.table = admission.table
             sequence.num_computed = admission.num_computed
             sequence.write_start = admission.write_start
-            self._num_filled += admission.num_computed
             sequence.num_at_admission = len(sequence.token_ids)
-            sequence.num_found = admission.num_computed
-            self._num_allowed += sequence.group.max_tokens * len(sequence.draws)
+            self._hold(sequence, admission.num_computed // self.cache.block_size)
             self._explain(sequence, admission)
             if group.num_cached_tokens is None:
                 group.num_cached_tokens = admission.num_computed
@@ -404,27 +405,56 @@ class Scheduler:
             return soon
         asked = (sequence.seq_id, self._num_released)
         if self._spared[:2] != asked:
-            num_tokens, num_pages = cache.price(sequence.token_ids, sequence.group.request.identity)
-            ahead = [self._ahead(sequence, cache.pages_for(len(sequence.token_ids)), 0)] * num_choices
-            for one in chain(self._running.values(), self._aside.values(), self._loading.values()):
-                assert one.table is not None
-                held = len(one.table.pages)
-                ahead += [self._ahead(one, held, held - one.num_found // cache.block_size)] * len(one.draws)
-            room = cache.pool.num_available - num_pages
-            most, steps = outlook(ahead, max(room, 0))
-            pays = most > room and cache.tiers.costs.preempting_pays(num_running, steps, num_tokens + steps)
-            self._spared = (*asked, soon if pays else max(most, soon))
+            self._foresee()
+            num_found, num_revived = cache.find(sequence.token_ids, sequence.group.request.identity)
+            own = cache.pages_for(len(sequence.token_ids)) - num_found
+            held = cache.num_named - self._num_found
+            room = held + cache.pool.num_available - num_revived
+            most, step = self._outlook.needed(self._ahead(sequence, num_found), room)
+            steps = max(step - self.stats.num_steps, 0)
+            again = len(sequence.token_ids) - num_found * cache.block_size + steps
+            pays = most > room and cache.tiers.costs.preempting_pays(num_running, steps, again)
+            self._spared = (*asked, soon if pays else max(most - held - own, soon))
         return self._spared[2]
 
-    def _ahead(self, sequence: Sequence, held: int, owned: int) -> Ahead:
-        """What is expected of a sequence that holds so many pages, some of them its own."""
-        group, known = sequence.group, len(sequence.token_ids)
+    def _ahead(self, sequence: Sequence, num_found: int) -> Ahead:
+        """What is expected of a sequence that came to so many pages."""
+        group, known, now = sequence.group, len(sequence.token_ids), self.stats.num_steps
         if sequence.seq_id in self._aside:
-            known = sequence.num_computed + self.stats.num_steps - sequence.aside_since + 1
-        generated = known - group.num_prompt_tokens
+            known = sequence.num_computed + now - sequence.aside_since + 1
         # the last token needs no slot
-        steps = max(self._forecast.to_come(sequence.seq_id, generated, group.max_tokens) - 1, 0)
-        return Ahead(steps, max(self.cache.pages_for(known + steps) - held, 0), owned)
+        steps = max(self._forecast.to_come(sequence.seq_id, known - group.num_prompt_tokens, group.max_tokens) - 1, 0)
+        width, pages = len(sequence.draws), self.cache.pages_for(known)
+        pages += width * (self.cache.pages_for(known + steps) - pages) - num_found
+        return Ahead(now + steps, sequence.seq_id, pages, width)
+
+    def _hold(self, sequence: Sequence, num_found: int) -> None:
+        """It has pages now, and came to so many of them."""
+        sequence.num_found = num_found
+        self._unforeseen[sequence.seq_id] = sequence
+        self._num_filled += sequence.num_computed
+        self._num_allowed += sequence.group.max_tokens * len(sequence.draws)
+        self._num_found += num_found
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """It has none any more, or is to be held otherwise."""
+        if sequence.ahead is None:
+            del self._unforeseen[sequence.seq_id]
+        else:
+            self._outlook.remove(sequence.ahead)
+            sequence.ahead = None
+        self._num_filled -= sequence.num_computed
+        self._num_allowed -= sequence.group.max_tokens * len(sequence.draws)
+        self._num_found -= sequence.num_found
+
+    def _foresee(self) -> None:
+        """Bring the outlook up to date: those that have begun, and those that went on for longer than was expected."""
+        for late in self._outlook.take_overdue(self.stats.num_steps):
+            self._unforeseen[late.seq_id] = self._holding[late.seq_id]
+        for sequence in self._unforeseen.values():
+            sequence.ahead = self._ahead(sequence, sequence.num_found)
+            self._outlook.add(sequence.ahead)
+        self._unforeseen.clear()
 
     def _slice(self, sequence: Sequence, count: int) -> Slice:
         start, tokens, group = sequence.num_computed, sequence.token_ids, sequence.group
@@ -481,8 +511,7 @@ class Scheduler:
         if sequence.table is not None:
             self.cache.release(sequence.table, sequence.group.session)
             sequence.table = None
-            self._num_filled -= sequence.num_computed
-            self._num_allowed -= sequence.group.max_tokens * len(sequence.draws)
+            self._let_go(sequence)
             self._num_released += 1
         sequence.num_computed = sequence.write_start = 0
 
@@ -537,8 +566,10 @@ class Scheduler:
         """At the end of the prompt, fork one sequence for each further choice; give each its first token."""
         choices = [sequence]
         choices += [self._fork(sequence, index, sequence.draws[index].seed) for index in range(1, len(sampled))]
-        self._num_allowed -= sequence.group.max_tokens * (len(sequence.draws) - 1)
-        sequence.draws = sequence.draws[:1]
+        if len(sequence.draws) > 1:
+            self._let_go(sequence)
+            sequence.draws = sequence.draws[:1]
+            self._hold(sequence, sequence.num_found)
         for choice, token in zip(choices, sampled, strict=True):
             self._take(choice, (token,), outputs)
 
@@ -576,9 +607,7 @@ class Scheduler:
         if parent.table is not None and self._has_place:
             twin.table = self.cache.fork(parent.table)
             twin.num_computed, twin.write_start = parent.num_computed, parent.write_start
-            twin.num_found = twin.num_computed
-            self._num_filled += twin.num_computed
-            self._num_allowed += twin.group.max_tokens
+            self._hold(twin, len(twin.table.pages))
             self._run(twin)
         else:
             self._enqueue(twin)

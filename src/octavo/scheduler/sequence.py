@@ -10,6 +10,7 @@ from typing import NamedTuple, get_args
 from octavo.cache.manager import Wait
 from octavo.cache.page_table import PageTable
 from octavo.cache.sessions import Session
+from octavo.scheduler.forecast import Ahead
 from octavo.types import Draw, FinishReason, Request, RequestInfo, Sampled, ToldPhase
 
 TOLD_PHASES = get_args(ToldPhase)
@@ -33,6 +34,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "ahead",
         "aside_since",
         "candidates",
         "draws",
@@ -66,7 +68,8 @@ class Sequence:
         self.table: PageTable | None = None
         self.num_computed = 0
         self.num_at_admission = 0
-        self.num_found = 0  # tokens in pages that it came to, and that others may hold as well
+        self.num_found = 0  # pages that it came to, and that others may hold as well
+        self.ahead: Ahead | None = None
         self.aside_since = 0  # the number of the step, when set aside
         self.write_start = 0
         self.num_preemptions = 0
