@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <optional>
 #include <string>
@@ -54,20 +55,45 @@ const Kernels* kernels_of(const std::string& variant) {
 
 // Ops that were performed once, to be performed again: on the same objects, whatever they hold by then.
 struct Program {
-  std::vector<std::function<void()>> ops;
+  struct Op {
+    std::function<void()> perform;
+    const Reading* reading;  // of its weights, or null
+  };
+  std::vector<Op> ops;
+  Pool* pool = nullptr;
+  Reading *first = nullptr, *last = nullptr;
+
+  void add(Pool& on, std::function<void()> perform, Reading* reading) {
+    pool = &on;
+    ops.push_back({std::move(perform), reading});
+    if (reading) {
+      first = first ? first : reading;
+      (last ? last : reading)->next = reading;
+      reading->next = first;
+      last = reading;
+    }
+  }
 
   void run() {
     nb::gil_scoped_release release;
-    for (const std::function<void()>& op : ops) {
-      op();
+    for (const Op& op : ops) {
+      if (op.reading) {
+        pool->expect(op.reading);
+      }
+      op.perform();
+    }
+    if (first) {
+      pool->expect(first);  // the next run's, while others decide what it is of
     }
   }
 };
 
 struct Backend {
   const Kernels* kernels;
+  std::deque<Reading> readings;  // outlives the pool
   Pool pool;
   Arena arena;
+  const size_t cache_bytes = last_cache();
   Scratch scratch;
   std::vector<LogitReader> readers;  // one for each thread
   Program* recording = nullptr;
@@ -77,13 +103,13 @@ struct Backend {
 
 // Performs an op while other Python threads run, and records it if a program is being recorded. What it refers to must
 // live as long as the program.
-void perform(Backend& backend, std::function<void()> op) {
+void perform(Backend& backend, std::function<void()> op, Reading* reading = nullptr) {
   {
     nb::gil_scoped_release release;
     op();
   }
   if (backend.recording) {
-    backend.recording->ops.push_back(std::move(op));
+    backend.recording->add(backend.pool, std::move(op), reading);
   }
 }
 
@@ -234,13 +260,38 @@ bool all_below(const int32_t* ids, size_t count, size_t limit) {
   return true;
 }
 
-void run_linear(Backend& backend, const LinearCall& call) {
+void run_linear(Backend& backend, LinearCall call) {
   if (call.rows == 0) {
     return;
   }
+  call.once = backend.arena.num_bytes() > backend.cache_bytes;
   const LinearKernels& kernels = *backend.kernels->linear;
   void* scratch = backend.scratch.reserve(kernels.scratch_bytes(*call.linear, call.rows, backend.pool.size()));
   kernels.run(call, scratch, backend.pool);
+}
+
+// What a product reads of its weights, by thread, if a program is being recorded: the blocks that `Pool` gives each to
+// begin with. Of gate and up, whose blocks go in pairs, the same ones of both.
+Reading* reading_of(Backend& backend, const Linear& linear, bool pairs) {
+  if (!backend.recording) {
+    return nullptr;
+  }
+  const size_t threads = static_cast<size_t>(backend.pool.size()), num_blocks = linear.num_blocks / (pairs ? 2 : 1);
+  Reading& reading = backend.readings.emplace_back();
+  for (size_t thread = 0; thread < threads; ++thread) {
+    std::vector<Reading::Span>& spans = reading.threads.emplace_back();
+    const size_t begin = num_blocks * thread / threads, end = num_blocks * (thread + 1) / threads;
+    size_t first = 0;  // block of the segment
+    for (size_t s = 0; s < linear.num_segments; ++s) {
+      const Segment& segment = linear.segments[s];
+      const size_t from = std::max(begin, first), to = std::min(end, first + segment.num_blocks);
+      if (from < to) {
+        spans.push_back({segment.data + (from - first) * segment.block_bytes, (to - from) * segment.block_bytes});
+      }
+      first += pairs ? 0 : segment.num_blocks;
+    }
+  }
+  return &reading;
 }
 
 void check_product(const Matrix& x, const Vector* norm, const PackedLinear& weight) {
@@ -256,7 +307,7 @@ void linear(Backend& backend, const Matrix& x, const Vector* norm, float eps, co
     out.resize(x.rows);
     run_linear(backend, {&weight.linear(), x.data, nullptr, x.rows, norm ? norm->values.data() : nullptr, eps,
                          LinearCall::STORE, out.data});
-  });
+  }, reading_of(backend, weight.linear(), false));
 }
 
 void add_linear(Backend& backend, Matrix& x, const Matrix& inputs, const PackedLinear& weight) {
@@ -265,7 +316,7 @@ void add_linear(Backend& backend, Matrix& x, const Matrix& inputs, const PackedL
   perform(backend, [&backend, &x, &inputs, &weight] {
     require(x.rows == inputs.rows, "the residual has a wrong shape");
     run_linear(backend, {&weight.linear(), inputs.data, nullptr, x.rows, nullptr, 0.0f, LinearCall::ADD, x.data});
-  });
+  }, reading_of(backend, weight.linear(), false));
 }
 
 void gate_up(Backend& backend, const Matrix& x, const Vector& norm, float eps, const PackedLinear& weight, Matrix& out) {
@@ -275,7 +326,7 @@ void gate_up(Backend& backend, const Matrix& x, const Vector& norm, float eps, c
     out.resize(x.rows);
     run_linear(backend,
                {&weight.linear(), x.data, nullptr, x.rows, norm.values.data(), eps, LinearCall::GATE_UP, out.data});
-  });
+  }, reading_of(backend, weight.linear(), true));
 }
 
 void logits(Backend& backend, const Matrix& x, Array<int32_t, 1> rows, const Vector& norm, float eps,

@@ -187,12 +187,13 @@ struct Scales {
 };
 
 // Asks for a group's share of the next block: codes, scales and minimums are streams too short for the processor to
-// foresee. (bf16 blocks are one stream, and asking makes them slower.)
-template <int CODES, bool MINIMUM, bool WIDE>
+// foresee. (bf16 blocks are one stream, and asking makes them slower.) What is read ONCE takes no other's place in the
+// caches below the first.
+template <int CODES, bool MINIMUM, bool WIDE, bool ONCE>
 OCTAVO_INLINE void prefetch(const uint8_t* next_block, size_t group) {
   constexpr size_t BYTES = GROUP_BYTES<CODES> + HALVES<CODES> * (WIDE ? 64 : 32) * (MINIMUM ? 2 : 1);
   for (size_t i = 0; i < BYTES; i += 64) {
-    __builtin_prefetch(next_block + group * BYTES + i);
+    __builtin_prefetch(next_block + group * BYTES + i, 0, ONCE ? 0 : 3);
   }
 }
 
@@ -403,7 +404,7 @@ OCTAVO_INLINE void dot(const uint8_t* weights, const QuantGroup* in, i32x16 (&su
 // ── a block of weights times R rows: y[row][lane] ──────────────────────────────────────────────────────────────────────
 
 template <int CODES, bool MINIMUM, bool WIDE, bool FINE, bool UNPACKED, int R>
-OCTAVO_INLINE void quantized_rows(const Segment& segment, const uint8_t* block, const uint8_t* next,
+OCTAVO_INLINE void quantized_rows(const Segment& segment, const uint8_t* block, const uint8_t* next, bool once,
                                   const QuantGroup* in, float (*y)[LANES]) {
   f32x16 acc[R];
   OCTAVO_UNROLL
@@ -412,8 +413,10 @@ OCTAVO_INLINE void quantized_rows(const Segment& segment, const uint8_t* block, 
   }
   for (size_t g = 0; g < segment.groups; ++g) {
     i32x16 sums[R][HALVES<CODES>];
-    if (next) {
-      prefetch<CODES, MINIMUM, WIDE>(next, g);
+    if (R == 1 && next && once) {
+      prefetch<CODES, MINIMUM, WIDE, true>(next, g);
+    } else if (next) {
+      prefetch<CODES, MINIMUM, WIDE, false>(next, g);
     }
 #if OCTAVO_LEVEL == 1
     if constexpr (UNPACKED) {
@@ -553,7 +556,7 @@ void quantized_tile(const Segment& segment, const uint8_t* block, const uint8_t*
     }
     for (size_t n = 0; n < (left < N ? left : N); ++n) {
       if (next) {
-        prefetch<CODES, MINIMUM, WIDE>(next, g + n);
+        prefetch<CODES, MINIMUM, WIDE, false>(next, g + n);
       }
       Scales<CODES, MINIMUM, WIDE> scales;
       scales.load_group(segment, block, g + n);
@@ -600,6 +603,7 @@ struct Work {
   Tiles& tiles;
   uint8_t* bytes;        // room for a block unpacked
   size_t rows;           // that will meet each block
+  bool once;             // see LinearCall
   const uint8_t* block;  // the one that rows met last
   Segment unpacked;      // where its parts lie in `bytes`, on AVX2
 };
@@ -614,10 +618,10 @@ void quantized_block(const Segment& segment, const uint8_t* block, const Inputs&
   const QuantGroup* in = inputs.quantized + first * inputs.groups;  // first is a multiple of TILE_ROWS
   const uint8_t* next = work.block == block ? nullptr : block + segment.block_bytes;  // to be asked for meanwhile
   work.block = block;
-#define OCTAVO_ROWS(R, UNPACKED, segment, block)                                         \
-  for (; rows >= R; rows -= R, y += R, in += R) {                                        \
-    quantized_rows<CODES, MINIMUM, WIDE, FINE, UNPACKED, R>(segment, block, next, in, y); \
-    next = nullptr;                                                                      \
+#define OCTAVO_ROWS(R, UNPACKED, segment, block)                                                    \
+  for (; rows >= R; rows -= R, y += R, in += R) {                                                   \
+    quantized_rows<CODES, MINIMUM, WIDE, FINE, UNPACKED, R>(segment, block, next, work.once, in, y); \
+    next = nullptr;                                                                                 \
   }
 #if OCTAVO_LEVEL == 3
   if (rows >= WORTH_A_TILE) {
@@ -785,8 +789,8 @@ void product(const Job& job, size_t begin, size_t end, int thread) {
 
   Tiles tiles;
   uint8_t* bytes = reinterpret_cast<uint8_t*>(job.own(thread) + job.layout.row_floats * sizeof(float));
-  Work work{tiles, bytes, call.rows, nullptr, {}};
-  Work up_work{tiles, bytes + job.layout.groups * UNPACKED_GROUP, call.rows, nullptr, {}};
+  Work work{tiles, bytes, call.rows, call.once, nullptr, {}};
+  Work up_work{tiles, bytes + job.layout.groups * UNPACKED_GROUP, call.rows, call.once, nullptr, {}};
   alignas(64) float y[TILE_ROWS][LANES], up_y[TILE_ROWS][LANES];
 
   for (size_t panel_start = 0; panel_start < call.rows; panel_start += panel) {

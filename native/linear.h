@@ -74,6 +74,7 @@ struct LinearCall {
   float eps;
   int epilogue;
   float* out;  // [rows, outputs or outputs / 2]
+  bool once = false;  // whether the weights are gone from every cache when they are read again
 };
 
 struct LinearKernels {

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <cstdlib>
+#include <fstream>
 #include <new>
 
 namespace octavo {
@@ -44,6 +45,20 @@ void* Arena::allocate(size_t bytes) {
   void* out = static_cast<char*>(slab.memory) + slab.used;
   slab.used += bytes;
   return out;
+}
+
+size_t Arena::num_bytes() const {
+  size_t bytes = 0;
+  for (const Slab& slab : slabs_) {
+    bytes += slab.used;
+  }
+  return bytes;
+}
+
+size_t last_cache() {
+  size_t kib = 0;
+  std::ifstream("/sys/devices/system/cpu/cpu0/cache/index3/size") >> kib;
+  return kib ? kib << 10 : static_cast<size_t>(-1);
 }
 
 Scratch::~Scratch() { std::free(memory_); }

@@ -16,6 +16,7 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
   void* allocate(size_t bytes);
+  size_t num_bytes() const;
 
  private:
   struct Slab {
@@ -24,6 +25,9 @@ class Arena {
   };
   std::vector<Slab> slabs_;
 };
+
+// Bytes of the last cache before memory, as far as Linux tells; else the largest number.
+size_t last_cache();
 
 // A 64-byte aligned buffer that is reallocated, losing its content, only when more is asked for than ever before.
 class Scratch {

@@ -26,6 +26,7 @@ void pause() {
 
 constexpr size_t PARTS = 4;         // of a thread: what another can take over
 constexpr int SPINS = 2000;         // some 50 to 100 µs of pauses: longer than the gap between two kernels of a step
+constexpr size_t AHEAD_TASKS = 16, AHEAD_BYTES = 256 << 10;  // what a thread asks for: of so many tasks, so much of each
 constexpr int SPINS_AT_END = 500;   // then let another thread have the core, should there be fewer cores than threads
 
 // Subnormal numbers are zero in AMX products; here they are zero everywhere, so that all variants agree.
@@ -51,6 +52,62 @@ class FlushSubnormals {
 #endif
 };
 
+// Asks for what a thread is going to read, a few lines at a time.
+class Ahead {
+ public:
+  explicit Ahead(size_t thread) : thread_(thread) {}
+
+  // False if there is nothing left to ask for.
+  bool ask(const Reading* expected) {
+    if (expected != expected_) {
+      follow(expected);
+    }
+    if (tasks_left_ == 0) {
+      return false;
+    }
+    const std::vector<Reading::Span>& spans = at_->threads[thread_];
+    if (span_ == spans.size() || asked_ >= AHEAD_BYTES) {
+      at_ = at_->next;
+      span_ = offset_ = asked_ = 0;
+      --tasks_left_;
+      return true;
+    }
+    const char* lines = static_cast<const char*>(spans[span_].data) + offset_;
+    for (size_t line = 0; line < LINES; ++line) {
+      __builtin_prefetch(lines + line * 64, 0, 2);
+    }
+    offset_ += LINES * 64;
+    asked_ += LINES * 64;
+    if (offset_ >= spans[span_].bytes) {
+      ++span_;
+      offset_ = 0;
+    }
+    return true;
+  }
+
+ private:
+  static constexpr size_t LINES = 4;
+
+  // Goes on where it is if that is still ahead, else begins anew.
+  void follow(const Reading* expected) {
+    expected_ = expected;
+    const Reading* reading = expected;
+    for (size_t tasks = AHEAD_TASKS; tasks > 0; --tasks, reading = reading->next) {
+      if (reading == at_) {
+        tasks_left_ = tasks;
+        return;
+      }
+    }
+    at_ = expected;
+    span_ = offset_ = asked_ = 0;
+    tasks_left_ = AHEAD_TASKS;
+  }
+
+  const size_t thread_;
+  const Reading *expected_ = nullptr, *at_ = nullptr;
+  size_t span_ = 0, offset_ = 0, asked_ = 0, tasks_left_ = 0;
+};
+
 }  // namespace
 
 struct Pool::State {
@@ -67,6 +124,7 @@ struct Pool::State {
   std::atomic<size_t> num_items{0};
   std::unique_ptr<Claims[]> claims;
   size_t num_threads;
+  alignas(64) std::atomic<const Reading*> expected{nullptr};
   alignas(64) std::atomic<unsigned> round{0};    // raised by one for each task
   alignas(64) std::atomic<size_t> unfinished{0};  // parts of this round
   alignas(64) std::atomic<bool> stop{false};
@@ -113,9 +171,13 @@ void Pool::start() {
   for (size_t thread = 1; thread < state->num_threads; ++thread) {
     state->workers.emplace_back([state, thread] {
       const FlushSubnormals flush;
+      Ahead ahead(thread);
       for (unsigned seen = 0;;) {
-        for (int spin = 0; spin < SPINS && state->round.load(std::memory_order_acquire) == seen; ++spin) {
-          pause();
+        for (int spin = 0; spin < SPINS && state->round.load(std::memory_order_acquire) == seen;) {
+          if (!ahead.ask(state->expected.load(std::memory_order_acquire))) {
+            pause();
+            ++spin;
+          }
         }
         state->round.wait(seen, std::memory_order_acquire);
         seen = state->round.load(std::memory_order_acquire);
@@ -140,6 +202,8 @@ Pool::~Pool() {
   }
   delete state_;
 }
+
+void Pool::expect(const Reading* reading) { state_->expected.store(reading, std::memory_order_release); }
 
 void Pool::run(size_t num_items, Task task, void* context) {
   const FlushSubnormals flush;

@@ -2,12 +2,25 @@
 //
 // Owns the threads and their waiting. A task's items are divided into the same parts whatever the threads do: each thread
 // takes its own parts and then, from the others' ends, those that nobody has begun. So no task waits for a thread that the
-// system has put aside: on a busy machine, the others do its work.
+// system has put aside: on a busy machine, the others do its work. And memory is not idle when they are: threads that wait
+// ask for what they are going to read.
 #pragma once
 
 #include <stddef.h>
 
+#include <vector>
+
 namespace octavo {
+
+// What a task reads, by thread, and what is read after it: a ring. Nothing of it is touched but by prefetching.
+struct Reading {
+  struct Span {
+    const void* data;
+    size_t bytes;
+  };
+  std::vector<std::vector<Span>> threads;
+  const Reading* next;
+};
 
 class Pool {
  public:
@@ -26,6 +39,10 @@ class Pool {
   // caller at a time. Workers spin for a moment after a task, then sleep. After a fork the child's first run starts workers
   // of its own.
   void run(size_t num_items, Task task, void* context);
+
+  // Tells what is read next: from now on, threads that wait ask for some of their spans, and of those that follow. The ring
+  // lives as long as the pool.
+  void expect(const Reading* reading);
 
  private:
   struct State;

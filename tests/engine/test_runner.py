@@ -80,7 +80,7 @@ def test_logits_are_wanted_where_something_is_drawn_or_scored():
         piece(tokens, 8, 12, [0, 1, 2], draws=2, num_prompt_logprobs=1, targets=tokens[9:12]),
         piece(tokens, 3, 4, [5], draws=3),
     ]
-    assert wanted_rows(slices, step_inputs(slices).row_start).tolist() == [4, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert wanted_rows(slices).tolist() == [4, 5, 6, 7, 8, 9, 10, 11, 12]
 
 
 @pytest.mark.parametrize("length", [1, SIZE - 1, SIZE, SIZE + 1, 3 * SIZE, 30])

@@ -42,7 +42,7 @@ class Busy:
     def step(self) -> None:
         plan = self.scheduler.schedule()
         assert plan is not None
-        wanted_rows(plan.slices, step_inputs(plan.slices).row_start)
+        step_inputs(plan.slices), wanted_rows(plan.slices)
         token = [Sampled(7, 0.0, 0, ())]
         self.scheduler.commit(plan, StepResult([SliceResult(token * len(piece.draws)) for piece in plan.slices]))
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from hashlib import sha256
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Self
 
 from octavo import kv_costs
@@ -429,21 +429,22 @@ class LLM:
 
     def _run(self, batch: _Batch) -> Generator[StreamEvent, None, None]:
         """Queue the batch, step until it is done, and abort what is left if that is cut short."""
+        uninterrupted = _Uninterrupted()
         try:
-            with _uninterrupted():
+            with uninterrupted:
                 for live in batch.live:
                     self._core.add(live.request)
                     self._live[live.request.request_id] = live
                     live.queued_at = time.monotonic()
             while batch.num_open:
-                with _uninterrupted():
+                with uninterrupted:
                     self._step()
                 if batch.num_open and not self._core.has_work:
                     raise OctavoError("requests were dropped: the engine was closed, or another call's step failed")
                 while batch.events:
                     yield batch.events.popleft()
         finally:
-            with _uninterrupted():
+            with uninterrupted:
                 for live in batch.live:
                     if self._live.pop(live.request.request_id, None) is not None:
                         self._core.abort(live.request.request_id)
@@ -555,20 +556,34 @@ def _listed(prompts: Any) -> list[Prompt]:
     return list(prompts)
 
 
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Put Ctrl-C off to the end of the block, so that it cannot tear the engine's books in the middle of a change."""
-    if threading.current_thread() is not threading.main_thread() or not callable(signal.getsignal(signal.SIGINT)):
-        yield
-        return
-    caught: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if caught:
-        signal.raise_signal(signal.SIGINT)
+class _Uninterrupted:
+    """Puts Ctrl-C off to the end of a block, so that it cannot tear the engine's books in the middle of a change.
+
+    One serves many blocks, as asking who handles it is slow. Handlers that are not Python's are left alone.
+    """
+
+    def __init__(self) -> None:
+        self._applies = callable(signal.getsignal(signal.SIGINT))
+        self._handler: Any = None  # whose turn it is at the end of the block
+        self._caught = False
+
+    def __enter__(self) -> None:
+        if self._applies and threading.current_thread() is threading.main_thread():
+            self._caught = False
+            self._handler = signal.signal(signal.SIGINT, self._catch)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._handler is None:
+            return
+        signal.signal(signal.SIGINT, self._handler)
+        self._handler = None
+        if self._caught and kind is None:
+            signal.raise_signal(signal.SIGINT)
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        self._caught = True
 
 
 @contextmanager
