@@ -460,8 +460,8 @@ class Interrupting(Alphabet):
 
 
 def test_an_interrupt_aborts_the_call_and_leaves_the_engine_clean(make_llm, monkeypatch):
-    monkeypatch.setattr(Interrupting, "steps", 0)
     llm = make_llm(decoder=Interrupting)
+    monkeypatch.setattr(Interrupting, "steps", 0)  # a new engine times some
     handler = signal.getsignal(signal.SIGINT)
     other = llm.stream("T", params())
     said = next(other).text
