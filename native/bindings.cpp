@@ -77,13 +77,10 @@ struct Program {
   void run() {
     nb::gil_scoped_release release;
     for (const Op& op : ops) {
-      if (op.reading) {
-        pool->expect(op.reading);
-      }
       op.perform();
-    }
-    if (first) {
-      pool->expect(first);  // the next run's, while others decide what it is of
+      if (op.reading) {
+        pool->expect(op.reading->next);  // after the last one the next run's, while others decide what it is of
+      }
     }
   }
 };

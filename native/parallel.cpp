@@ -69,7 +69,7 @@ class Ahead {
     if (span_ == spans.size() || asked_ >= AHEAD_BYTES) {
       at_ = at_->next;
       span_ = offset_ = asked_ = 0;
-      --tasks_left_;
+      tasks_left_ = at_ == expected_ ? 0 : tasks_left_ - 1;
       return true;
     }
     const char* lines = static_cast<const char*>(spans[span_].data) + offset_;

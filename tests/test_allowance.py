@@ -70,5 +70,15 @@ def test_cores_under_a_quota_of_version_1(tmp_path, monkeypatch, quota, cores):
     assert available_cores(machine(tmp_path, groups)) == cores
 
 
+def test_controllers_that_share_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    groups = {
+        "proc/self/cgroup": "4:cpu,cpuacct:/not/visible/here\n",
+        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "400000\n",
+        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+    }
+    assert available_cores(machine(tmp_path, groups)) == 4
+
+
 def test_cores_without_control_groups(tmp_path):
     assert available_cores(machine(tmp_path, {})) == len(os.sched_getaffinity(0))

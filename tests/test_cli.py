@@ -21,7 +21,8 @@ import typer
 
 from octavo import LLM, EngineConfig, ModelError, SamplingParams, cli
 from octavo.cli import talk
-from octavo.cli.options import NO_OPTIONS, parse_bytes
+from octavo.cli.options import NO_OPTIONS, as_option, parse_bytes
+from octavo.errors import ConfigError
 
 POOL = ["--kv-cache-memory-bytes", "256MiB"]  # room for the model's whole context, 180 MiB
 
@@ -178,6 +179,14 @@ def test_a_misspelt_name_is_answered_with_the_nearest(arguments: list[str], near
     status, _, err = octavo(*arguments)
     assert status == 2
     assert nearest in err
+
+
+def test_names_of_options_are_told_as_they_are_typed_and_paths_as_they_are() -> None:
+    assert as_option(ConfigError("swap_space", "is too much: lower swap_space or kv_offload_space.")) == (
+        "--swap-space: is too much: lower --swap-space or --kv-offload-space."
+    )
+    for path in ("/data/max_num_seqs/x.gguf", "max_num_seqs.gguf", "'max_num_seqs'", "no_option"):
+        assert as_option(ModelError(path, "cannot be read")) == f"{path}: cannot be read"
 
 
 def test_a_request_that_can_never_fit_names_both_numbers(model_path: Path) -> None:

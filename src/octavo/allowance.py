@@ -20,7 +20,8 @@ def available_memory(root: Path = Path("/")) -> int:
         else:
             limit, usage, cache = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
         if (group / limit).exists() and (value := (group / limit).read_text().strip()) != "max":
-            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            told = (group / "memory.stat").read_text() if (group / "memory.stat").exists() else ""
+            stat = dict(line.split() for line in told.splitlines())
             free.append(int(value) - int((group / usage).read_text()) + int(stat.get(cache, 0)))
     return max(0, min(free))
 
@@ -51,6 +52,8 @@ def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
             top, version = root / "sys/fs/cgroup", 2
         elif controller in controllers.split(","):
             top, version = root / "sys/fs/cgroup" / controller, 1
+            if not top.exists():  # several in one
+                top = root / "sys/fs/cgroup" / controllers
         else:
             continue
         group = top / path.lstrip("/")

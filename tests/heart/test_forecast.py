@@ -8,6 +8,7 @@ from math import ceil
 import pytest
 
 from octavo.cache.tiers import Costs
+from octavo.errors import AuditError
 from octavo.scheduler.forecast import TYPICAL, WINDOW, Ahead, Forecast, Outlook
 from octavo.types import Request, SamplingParams
 from tests.heart.engines import expected, make_engine, run, tokens_of
@@ -17,10 +18,10 @@ AGAIN = Costs(token_s=0.001)
 """Computing costs something, and a step nothing besides."""
 
 
-def after(*lengths: int, most: int = 10_000) -> Forecast:
+def after(*lengths: int, cut_off: bool = False) -> Forecast:
     forecast = Forecast()
     for length in lengths:
-        forecast.ended(length, most)
+        forecast.ended(length, cut_off=cut_off)
     return forecast
 
 
@@ -47,11 +48,11 @@ def test_the_oldest_are_forgotten() -> None:
 
 
 def test_who_was_cut_off_might_have_gone_on() -> None:
-    known = after(*[16] * WINDOW, most=16)
+    known = after(*[16] * WINDOW, cut_off=True)
     assert {known.to_come(number, 0, 10_000) for number in range(50)} == {16}  # nothing longer is known
-    known = after(*[16] * (WINDOW // 2), most=16)
+    known = after(*[16] * (WINDOW // 2), cut_off=True)
     for _ in range(WINDOW // 2):
-        known.ended(100, 10_000)
+        known.ended(100, cut_off=False)
     assert {known.to_come(number, 0, 10_000) for number in range(50)} == {100}
     assert {known.to_come(number, 0, 60) for number in range(50)} == {60}
 
@@ -144,6 +145,36 @@ def test_what_is_spared_is_told_while_somebody_waits_for_it() -> None:
     assert engine.scheduler.num_spared == 0
 
 
+def test_answers_teach_and_what_was_dropped_does_not() -> None:
+    """Beams that did not win, and answers that never began; who was aborted might have gone on."""
+    engine = make_engine(64, costs=AGAIN)
+    forecast = engine.scheduler._forecast
+    run(engine, [Request("beams", prompt(5), SamplingParams(use_beam_search=True, beam_width=3, max_tokens=6))])
+    run(engine, [Request("choices", prompt(5), SamplingParams(seed=1, n=2, max_tokens=4, ignore_eos=True))])
+    for name in ("running", "waiting"):
+        engine.add(Request(name, prompt(5), greedy(9)))
+    for _ in range(3):
+        engine.step()
+    engine.add(Request("late", prompt(5), greedy(9)))
+    engine.scheduler.finish("running", 0)
+    engine.abort("waiting")
+    engine.abort("late")
+    assert list(forecast._recent)[1:] == [(6, True), (4, True), (4, True), (3, False), (3, True)]
+
+
+def test_pages_that_only_their_finder_holds_come_back_with_its_own() -> None:
+    """A resumes on what it left, and gives all of it back before B has grown."""
+    engine = make_engine(20, costs=AGAIN)
+    run(engine, [Request("first", prompt(40), greedy(1))])
+    engine.add(Request("A", [*prompt(40), 1, 2], greedy(4)))  # ten pages found, and one more
+    engine.step()
+    engine.add(Request("B", prompt(8, 7), greedy(50)))  # two pages, and 15 in the end
+    engine.step()
+    assert engine.scheduler.num_running == 2
+    run(engine, [])
+    assert engine.scheduler.stats.num_preemptions == 0
+
+
 def test_the_books_are_even_whatever_became_of_the_requests() -> None:
     engine = make_engine(24, costs=AGAIN, max_num_seqs=5)
     choices = SamplingParams(seed=1, n=3, max_tokens=9, ignore_eos=True)
@@ -157,4 +188,16 @@ def test_the_books_are_even_whatever_became_of_the_requests() -> None:
     engine.abort("1")
     outputs = run(engine, [Request("last", prompt(6, 9), choices)])
     assert tokens_of(outputs["last"][0]) == expected(engine, Request("last", prompt(6, 9), choices))
-    assert engine.scheduler._num_allowed == 0
+    engine.scheduler.check()
+    assert engine.scheduler._num_allowed == engine.scheduler._num_found == engine.scheduler._num_filled == 0
+
+
+def test_the_check_finds_books_that_are_not_even() -> None:
+    for book in ("_num_allowed", "_num_found", "_num_filled"):
+        engine = make_engine(24)
+        engine.add(Request("one", prompt(5), greedy()))
+        engine.step()
+        engine.scheduler.check()
+        setattr(engine.scheduler, book, getattr(engine.scheduler, book) + 1)
+        with pytest.raises(AuditError, match=book.removeprefix("_num_")):
+            engine.scheduler.check()

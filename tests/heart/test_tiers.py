@@ -473,6 +473,24 @@ def test_the_cheaper_way_is_taken() -> None:
     assert Costs("recompute", 1.0, 0.0, {host: 1e-9}).num_worth_loading([host], 0, 16) == 0
 
 
+def test_costs_are_found_again_from_steps_that_they_make() -> None:
+    truth, step_s = Costs("auto", token_s=0.0003, slope=1 / 2048), 0.02
+    near_s, far_s = (step_s + truth.recompute_s(start, 32) for start in (0, 2048))
+    found = Costs.fitted("auto", step_s + truth.recompute_s(0, 1), 32, near_s, 2048, far_s, {})
+    for start, count in ((0, 16), (2048, 32), (0, 4000)):
+        assert found.recompute_s(start, count) == pytest.approx(truth.recompute_s(start, count), rel=0.03)
+    reading = Costs.fitted("auto", 0.02, 32, 0.02, 2048, 0.02, {})  # a step takes as long for 32 tokens as for one
+    assert reading.token_s == pytest.approx(0.02 / 10 / 32) and reading.slope == 0
+    assert Costs.fitted("auto", 0.02, 1, 0.02, 0, 0.03, {}).recompute_s(100, 10) < 100
+
+
+def test_preempting_pays_where_a_step_mostly_reads() -> None:
+    costs = Costs(token_s=0.001, step_s=0.101)
+    assert costs.preempting_pays(10, 100, 1000) and not costs.preempting_pays(10, 99, 1000)
+    assert costs.preempting_pays(5, 50, 1000) and not costs.preempting_pays(11, 100, 1000)
+    assert Costs().preempting_pays(10, 0, 1000)  # nothing was measured
+
+
 def test_costs_follow_what_is_measured() -> None:
     costs = Costs("auto", token_s=1.0, slope=0.01, load_s={Tier.HOST: 1.0})
     for _ in range(200):

@@ -240,11 +240,10 @@ class CacheManager:
             why = self.tiers.explainer.found(match, tokens, on, num_computed, owner)
         return Admission(table, num_computed, max(found, num_computed), why)
 
-    def find(self, tokens: array[int], identity: tuple[str, ...] = ()) -> tuple[int, int]:
-        """Pages on the device that admission would find, and how many of them nobody holds."""
+    def find(self, tokens: array[int], identity: tuple[str, ...] = ()) -> list[int]:
+        """The pages on the device that admission would find."""
         nodes = self.index.match(identity, tokens).nodes if self.enable_prefix_caching else []
-        hits = [node.page for node in nodes if node.page != NOWHERE]
-        return len(hits), sum(self.pool.refs(page) == 0 for page in hits)
+        return [node.page for node in nodes if node.page != NOWHERE]
 
     def _split(self, nodes: list[Node]) -> tuple[list[int], list[Node]]:
         """Of a path: the pages on the device, and what follows them below and is worth bringing back."""

@@ -58,10 +58,13 @@ class Costs:
     def fitted(
         cls, mode: str, step_s: float, count: int, near_s: float, far: int, far_s: float, load_s: dict[Tier, float]
     ) -> Self:
-        """From steps of one token, and of `count` at the beginning and from position `far` on."""
-        slope = max(far_s / near_s - 1, 0.0) / max(far, 1)
-        token_s = max(near_s - step_s, 0.0) / max(count - 1, 1)
-        return cls(mode, token_s / (1 + count / 2 * slope), slope, load_s, step_s)
+        """From steps of one token, and of `count` at the beginning and from position `far` on.
+
+        What a step takes besides its tokens is not the tokens', but a tenth of it always is.
+        """
+        busy_s = max((near_s - step_s) * count / max(count - 1, 1), near_s / 10)
+        slope = max(far_s - near_s, 0.0) / busy_s / max(far, 1)
+        return cls(mode, busy_s / count / (1 + count / 2 * slope), slope, load_s, step_s)
 
     def recompute_s(self, start: int, num_tokens: int) -> float:
         """To compute tokens from position `start` on."""

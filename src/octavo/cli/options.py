@@ -238,7 +238,9 @@ def as_option(error: OctavoError) -> str:
     known = {field.name for config in CONFIGS for field in fields(config)} | PLAIN_OPTIONS
     text = str(error).removeprefix(name) if name in known else str(error)
     named = re.sub(
-        r"(?<![\w-])[a-z]+(?:_[a-z]+)+\b", lambda found: _typed(found[0]) if found[0] in known else found[0], text
+        r"(?<![\w/.'\"-])[a-z]+(?:_[a-z]+)+(?![\w/'\"]|\.\w)",
+        lambda found: _typed(found[0]) if found[0] in known else found[0],
+        text,
     )
     return f"{_typed(name)}{named}" if name in known else named
 

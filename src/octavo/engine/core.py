@@ -97,6 +97,7 @@ class EngineCore:
         outputs = self.scheduler.commit(plan, result)
         if self._audit:
             invariants.check(self.cache)
+            self.scheduler.check()
         return outputs
 
     def _execute(self, plan: StepPlan, broke: Callable[[str, Exception], None]) -> StepResult:

@@ -206,7 +206,7 @@ def _costs(config: EngineConfig, runner: ModelRunner, store: KVStore, longest: i
 
     load_s = store.load_seconds()
     step_s, near_s = seconds(0, 1), seconds(0, count)
-    far_s = seconds(far, count) if load_s else near_s
+    far_s = seconds(far, count)
     costs = Costs.fitted(config.preemption_mode, step_s, count, near_s, far, far_s, load_s)
     if load_s:
         page_s = costs.recompute_s(0, config.block_size)
@@ -564,21 +564,22 @@ class _Uninterrupted:
 
     def __init__(self) -> None:
         self._applies = callable(signal.getsignal(signal.SIGINT))
+        self._entered = self._caught = False
         self._handler: Any = None  # whose turn it is at the end of the block
-        self._caught = False
 
     def __enter__(self) -> None:
         if self._applies and threading.current_thread() is threading.main_thread():
-            self._caught = False
+            self._entered, self._caught = True, False
             self._handler = signal.signal(signal.SIGINT, self._catch)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._handler is None:
+        if not self._entered:
             return
-        signal.signal(signal.SIGINT, self._handler)
-        self._handler = None
+        self._entered = False
+        # None is one that was installed meanwhile and is not Python's: it cannot be put back
+        signal.signal(signal.SIGINT, signal.default_int_handler if self._handler is None else self._handler)
         if self._caught and kind is None:
             signal.raise_signal(signal.SIGINT)
 

@@ -23,11 +23,13 @@ class Forecast:
         self._recent: deque[tuple[int, bool]] = deque([(TYPICAL, False)], WINDOW)
         self._in_order = [(TYPICAL, False)]
 
-    def ended(self, length: int, most: int) -> None:
-        """An answer had so many tokens, and might have had `most`."""
+    def ended(self, length: int, *, cut_off: bool) -> None:
+        """An answer had so many tokens, and would have had more if it had not been cut off."""
+        if length == 0:
+            return
         if len(self._recent) == WINDOW:
             del self._in_order[bisect_left(self._in_order, self._recent[0])]
-        known = (length, length >= most)
+        known = (length, cut_off)
         self._recent.append(known)
         insort(self._in_order, known)
 
@@ -77,6 +79,11 @@ class Outlook:
 
     def remove(self, one: Ahead) -> None:
         del self._in_order[bisect_left(self._in_order, one)]
+
+    @property
+    def sequences(self) -> list[int]:
+        """Their ids, in order."""
+        return sorted(one.seq_id for one in self._in_order)
 
     def take_overdue(self, step: int) -> list[Ahead]:
         """Remove those that should have ended."""

@@ -16,7 +16,7 @@ from operator import attrgetter, itemgetter
 
 from octavo.cache.manager import Admission, CacheManager, Wait
 from octavo.config import EngineConfig
-from octavo.errors import InvalidRequest
+from octavo.errors import AuditError, InvalidRequest
 from octavo.scheduler.beam import Step, advance
 from octavo.scheduler.forecast import Ahead, Forecast, Outlook
 from octavo.scheduler.limits import Limits
@@ -175,8 +175,10 @@ class Scheduler:
         if params.use_beam_search:
             num_top = min(params.beam_width * max(2, 1 + len(stops)), self.limits.vocab_size)
             sequence.draws = (self._draw(sequence, seed, num_top),)
+            sequence.num_ways = params.beam_width
         else:
             sequence.draws = tuple(self._draw(sequence, seed + choice) for choice in range(params.n))
+            sequence.num_ways = params.n
         self.stats.prompt_tokens += group.num_prompt_tokens
         self._enqueue(sequence)
 
@@ -185,6 +187,8 @@ class Scheduler:
         group = self._groups.get(request_id)
         if group is not None:
             for sequence in list(group.live.values()):
+                if not group.searches:
+                    self._forecast.ended(sequence.num_generated, cut_off=True)
                 self._end(sequence)
 
     def finish(self, request_id: str, index: int) -> None:
@@ -193,6 +197,7 @@ class Scheduler:
         if group is not None:
             for sequence in list(group.live.values()):
                 if sequence.index == index:
+                    self._forecast.ended(sequence.num_generated, cut_off=False)
                     self._end(sequence)
 
     def abort_all(self) -> None:
@@ -383,7 +388,8 @@ class Scheduler:
             sequence.num_computed = admission.num_computed
             sequence.write_start = admission.write_start
             sequence.num_at_admission = len(sequence.token_ids)
-            self._hold(sequence, admission.num_computed // self.cache.block_size)
+            found = admission.table.pages[: admission.num_computed // self.cache.block_size]
+            self._hold(sequence, sum(self.cache.pool.refs(page) > 1 for page in found))
             self._explain(sequence, admission)
             if group.num_cached_tokens is None:
                 group.num_cached_tokens = admission.num_computed
@@ -399,53 +405,64 @@ class Scheduler:
         num_running = len(self._running) + len(self._aside)
         if not (self._grows and num_running):
             return 0
-        cache, num_choices, soon = self.cache, len(sequence.draws), (num_running + 1) // 2
-        allowed = sequence.group.max_tokens * num_choices + self._num_allowed
-        if cache.pages_for(len(sequence.token_ids) + allowed) + soon <= cache.pool.num_available:
+        cache, soon, num_known = self.cache, (num_running + 1) // 2, len(sequence.token_ids)
+        allowed = sequence.group.max_tokens * sequence.num_ways + self._num_allowed
+        if cache.pages_for(num_known + allowed) + soon <= cache.pool.num_available:
             return soon
         asked = (sequence.seq_id, self._num_released)
         if self._spared[:2] != asked:
             self._foresee()
-            num_found, num_revived = cache.find(sequence.token_ids, sequence.group.request.identity)
-            own = cache.pages_for(len(sequence.token_ids)) - num_found
-            held = cache.num_named - self._num_found
-            room = held + cache.pool.num_available - num_revived
-            most, step = self._outlook.needed(self._ahead(sequence, num_found), room)
+            use_cache = not sequence.group.scores_prompt
+            found = cache.find(sequence.token_ids, sequence.group.request.identity) if use_cache else []
+            num_shared = sum(cache.pool.refs(page) > 0 for page in found)
+            own, held = cache.pages_for(num_known) - num_shared, cache.num_named - self._num_found
+            room = held + cache.pool.num_available
+            most, step = self._outlook.needed(self._ahead(sequence, num_shared), room)
             steps = max(step - self.stats.num_steps, 0)
-            again = len(sequence.token_ids) - num_found * cache.block_size + steps
+            again = num_known - len(found) * cache.block_size + steps
             pays = most > room and cache.tiers.costs.preempting_pays(num_running, steps, again)
-            self._spared = (*asked, soon if pays else max(most - held - own, soon))
+            num_revived = len(found) - num_shared  # they are available now, and own ones then
+            self._spared = (*asked, soon if pays else max(most - held - own + num_revived, soon))
         return self._spared[2]
 
     def _ahead(self, sequence: Sequence, num_found: int) -> Ahead:
-        """What is expected of a sequence that came to so many pages."""
+        """What is expected of a sequence that came to so many pages of others."""
         group, known, now = sequence.group, len(sequence.token_ids), self.stats.num_steps
         if sequence.seq_id in self._aside:
             known = sequence.num_computed + now - sequence.aside_since + 1
         # the last token needs no slot
         steps = max(self._forecast.to_come(sequence.seq_id, known - group.num_prompt_tokens, group.max_tokens) - 1, 0)
-        width, pages = len(sequence.draws), self.cache.pages_for(known)
-        pages += width * (self.cache.pages_for(known + steps) - pages) - num_found
-        return Ahead(now + steps, sequence.seq_id, pages, width)
+        pages = self.cache.pages_for(known)
+        pages += sequence.num_ways * (self.cache.pages_for(known + steps) - pages) - num_found
+        return Ahead(now + steps, sequence.seq_id, pages, sequence.num_ways)
 
     def _hold(self, sequence: Sequence, num_found: int) -> None:
-        """It has pages now, and came to so many of them."""
+        """It has pages now, and came to so many of others."""
         sequence.num_found = num_found
         self._unforeseen[sequence.seq_id] = sequence
         self._num_filled += sequence.num_computed
-        self._num_allowed += sequence.group.max_tokens * len(sequence.draws)
+        self._num_allowed += sequence.group.max_tokens * sequence.num_ways
         self._num_found += num_found
 
     def _let_go(self, sequence: Sequence) -> None:
-        """It has none any more, or is to be held otherwise."""
+        """It has none any more."""
         if sequence.ahead is None:
             del self._unforeseen[sequence.seq_id]
         else:
             self._outlook.remove(sequence.ahead)
             sequence.ahead = None
         self._num_filled -= sequence.num_computed
-        self._num_allowed -= sequence.group.max_tokens * len(sequence.draws)
+        self._num_allowed -= sequence.group.max_tokens * sequence.num_ways
         self._num_found -= sequence.num_found
+
+    def _narrow(self, sequence: Sequence) -> None:
+        """It was forked, and goes on in one way."""
+        if sequence.num_ways > 1:
+            if sequence.table is not None:
+                self._let_go(sequence)
+            sequence.num_ways = 1
+            if sequence.table is not None:
+                self._hold(sequence, sequence.num_found)
 
     def _foresee(self) -> None:
         """Bring the outlook up to date: those that have begun, and those that went on for longer than was expected."""
@@ -550,8 +567,6 @@ class Scheduler:
         if sequence.phase is Phase.WAITING:
             self._num_waiting -= 1
         self._release(sequence)
-        if sequence.num_generated:
-            self._forecast.ended(sequence.num_generated, sequence.group.max_tokens)
         sequence.phase = Phase.FINISHED
         group = sequence.group
         del group.live[sequence.seq_id]
@@ -566,10 +581,8 @@ class Scheduler:
         """At the end of the prompt, fork one sequence for each further choice; give each its first token."""
         choices = [sequence]
         choices += [self._fork(sequence, index, sequence.draws[index].seed) for index in range(1, len(sampled))]
-        if len(sequence.draws) > 1:
-            self._let_go(sequence)
-            sequence.draws = sequence.draws[:1]
-            self._hold(sequence, sequence.num_found)
+        sequence.draws = sequence.draws[:1]
+        self._narrow(sequence)
         for choice, token in zip(choices, sampled, strict=True):
             self._take(choice, (token,), outputs)
 
@@ -597,6 +610,7 @@ class Scheduler:
             Output(group.request.request_id, sequence.index, news, reason, cached, sequence.num_preemptions, scores)
         )
         if reason is not None:
+            self._forecast.ended(sequence.num_generated, cut_off=reason != "stop")
             self._end(sequence)
 
     def _fork(self, parent: Sequence, index: int, seed: int) -> Sequence:
@@ -632,9 +646,11 @@ class Scheduler:
             reused = parent.seq_id not in used
             used.add(parent.seq_id)
             successors.append((parent if reused else self._fork(parent, 0, 0), step))
-        for dropped in beams:
-            if dropped.seq_id not in used:
-                self._end(dropped)
+        for beam in beams:
+            if beam.seq_id in used:
+                self._narrow(beam)
+            else:
+                self._end(beam)
         for successor, step in successors:
             successor.token_ids.append(step.sampled.token_id)
             successor.sampled.append(step.sampled)
@@ -648,6 +664,7 @@ class Scheduler:
             scores = group.prompt_logprobs if index == 0 and group.wants_scores else None
             outputs.append(Output(request.request_id, index, sampled, reason, cached, num_preemptions, scores, score))
             self.stats.generation_tokens += len(sampled)
+            self._forecast.ended(len(sampled), cut_off=reason != "stop")
 
     def _unpark(self, beam: Sequence) -> None:
         self._parked.pop(beam.seq_id, None)
@@ -656,6 +673,21 @@ class Scheduler:
         else:
             self._release(beam)
             self._enqueue(beam)
+
+    def check(self) -> None:
+        """Raise AuditError unless the books agree with the sequences that hold pages."""
+        holding = [sequence for sequence in self._holding.values() if sequence.table is not None]
+        foreseen = [sequence.ahead for sequence in holding if sequence.ahead is not None]
+        expected = {
+            "filled": (self._num_filled, sum(sequence.num_computed for sequence in holding)),
+            "allowed": (self._num_allowed, sum(one.group.max_tokens * one.num_ways for one in holding)),
+            "found": (self._num_found, sum(sequence.num_found for sequence in holding)),
+            "foreseen": (self._outlook.sequences, sorted(one.seq_id for one in foreseen)),
+            "unforeseen": (sorted(self._unforeseen), sorted(one.seq_id for one in holding if one.ahead is None)),
+        }
+        for what, (counted, found) in expected.items():
+            if counted != found and not (what == "filled" and self._aside):
+                raise AuditError(f"the scheduler's books of {what} say {counted}, and its sequences {found}")
 
     # ── small parts ──
 

@@ -46,6 +46,7 @@ class Sequence:
         "num_found",
         "num_lost",
         "num_preemptions",
+        "num_ways",
         "phase",
         "sampled",
         "score",
@@ -68,7 +69,8 @@ class Sequence:
         self.table: PageTable | None = None
         self.num_computed = 0
         self.num_at_admission = 0
-        self.num_found = 0  # pages that it came to, and that others may hold as well
+        self.num_found = 0  # pages that others held when it came to them
+        self.num_ways = 1  # in which it is to be continued
         self.ahead: Ahead | None = None
         self.aside_since = 0  # the number of the step, when set aside
         self.write_start = 0

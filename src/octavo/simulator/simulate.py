@@ -157,7 +157,7 @@ def engine(config: EngineConfig, cost: Cost, *, audit: bool = False) -> EngineCo
 
 
 def _costs(config: EngineConfig, cost: Cost, count: int = 32, far: int = 2048) -> Costs:
-    """What an engine would measure at its start: steps of a token, of a few, and of a few far from the beginning."""
+    """What an engine would measure at its start."""
     step_s, near_s, far_s = (cost.step_s(load_of([at])) for at in ((0, 1, 0), (0, count, 0), (far, count, 0)))
     tiers = {Tier.HOST: config.swap_space > 0, Tier.DISK: bool(config.kv_offload_dir)}
     load_s = {tier: cost.move_s(tier) for tier, wanted in tiers.items() if wanted}
