@@ -132,6 +132,19 @@ def test_pages_that_others_hold_as_well_are_not_counted_twice() -> None:
     assert max(running) == 18 and engine.scheduler.stats.num_preemptions == 0
 
 
+def test_pages_that_nobody_holds_are_found_for_nothing_but_themselves() -> None:
+    """A grows to eight pages, and B to twelve, ten of which are there: all of 20."""
+    engine = make_engine(20, costs=AGAIN)
+    run(engine, [Request("first", prompt(40), greedy(1))])
+    engine.add(Request("A", prompt(20, 7), greedy(12)))
+    engine.step()
+    engine.add(Request("B", [*prompt(40), 1, 2], greedy(6)))
+    engine.step()
+    assert engine.scheduler.num_running == 2
+    run(engine, [])
+    assert engine.scheduler.stats.num_preemptions == 0
+
+
 def test_what_is_spared_is_told_while_somebody_waits_for_it() -> None:
     engine = make_engine(16, costs=AGAIN)
     params = greedy(12)

@@ -414,15 +414,14 @@ class Scheduler:
             self._foresee()
             use_cache = not sequence.group.scores_prompt
             found = cache.find(sequence.token_ids, sequence.group.request.identity) if use_cache else []
-            num_shared = sum(cache.pool.refs(page) > 0 for page in found)
+            num_shared = sum(cache.pool.refs(page) > 0 for page in found)  # the others become its own
             own, held = cache.pages_for(num_known) - num_shared, cache.num_named - self._num_found
             room = held + cache.pool.num_available
             most, step = self._outlook.needed(self._ahead(sequence, num_shared), room)
             steps = max(step - self.stats.num_steps, 0)
             again = num_known - len(found) * cache.block_size + steps
             pays = most > room and cache.tiers.costs.preempting_pays(num_running, steps, again)
-            num_revived = len(found) - num_shared  # they are available now, and own ones then
-            self._spared = (*asked, soon if pays else max(most - held - own + num_revived, soon))
+            self._spared = (*asked, soon if pays else max(most - held - own, soon))
         return self._spared[2]
 
     def _ahead(self, sequence: Sequence, num_found: int) -> Ahead:
