@@ -36,16 +36,13 @@ Action = Literal["show", "pin", "release", "demote"]
 
 
 def session_of(body: GenerationRequest, scope: Scope) -> str | None:
-    """A request's session: what its body says, or else its header. Raises APIError(400)."""
-    if body.session_id is not None:
-        return _checked("session_id", body.session_id)
+    """A request's session: what its body says, or else its header; each must be right. Raises APIError(400)."""
     raw = next((value for name, value in scope["headers"] if name == HEADER.lower().encode()), None)
-    if raw is None:
-        return None
     try:
-        return _checked(HEADER, raw.decode())
+        named = None if raw is None else _checked(HEADER, raw.decode())
     except UnicodeDecodeError:
         raise APIError(400, f"{HEADER}: is not UTF-8", param=HEADER, code="invalid_value") from None
+    return named if body.session_id is None else _checked("session_id", body.session_id)
 
 
 def _checked(field: str, session_id: str) -> str:
