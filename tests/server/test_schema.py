@@ -88,6 +88,12 @@ def ask_all(small: Served, path: str, mode: GenerationMode) -> None:
             for name in ("max_tokens", "max_completion_tokens", "n", "best_of"):  # answers of a bearable length
                 if isinstance(case.body.get(name), int) and case.body[name] > 4:
                     case.body[name] = 4
-        case.call_and_validate(checks=CHECKS, timeout=30)
+        response = case.call(timeout=30)
+        refused = (
+            response.status_code == 413
+        )  # a body that contradicts and is too large besides: not in the check's list
+        case.validate_response(
+            response, checks=[one for one in CHECKS if not (refused and one is negative_data_rejection)]
+        )
 
     ask()
