@@ -192,7 +192,7 @@ def assemble(checkpoint: Checkpoint, config: EngineConfig, *, audit: bool = Fals
 
 
 def _costs(config: EngineConfig, runner: ModelRunner, store: KVStore, longest: int) -> Costs:
-    """Time steps of a token, of a few, and of a few far from the beginning, and bringing a page back.
+    """Time steps of a token and of a few and, where pages can be brought back, that, and a few far from the beginning.
 
     Before the first request: what is computed and moved is nobody's.
     """
@@ -206,7 +206,7 @@ def _costs(config: EngineConfig, runner: ModelRunner, store: KVStore, longest: i
 
     load_s = store.load_seconds()
     step_s, near_s = seconds(0, 1), seconds(0, count)
-    far_s = seconds(far, count)
+    far_s = seconds(far, count) if load_s else near_s
     costs = Costs.fitted(config.preemption_mode, step_s, count, near_s, far, far_s, load_s)
     if load_s:
         page_s = costs.recompute_s(0, config.block_size)

@@ -161,6 +161,7 @@ def _costs(config: EngineConfig, cost: Cost, count: int = 32, far: int = 2048) -
     step_s, near_s, far_s = (cost.step_s(load_of([at])) for at in ((0, 1, 0), (0, count, 0), (far, count, 0)))
     tiers = {Tier.HOST: config.swap_space > 0, Tier.DISK: bool(config.kv_offload_dir)}
     load_s = {tier: cost.move_s(tier) for tier, wanted in tiers.items() if wanted}
+    far_s = far_s if load_s else near_s
     return Costs.fitted(config.preemption_mode, step_s, count, near_s, far, far_s, load_s)
 
 
