@@ -50,20 +50,8 @@ SIGMAS = {"sharegpt": (1.0, 0.75), "alpaca": (0.5, 0.9)}
 CLIP = (4, 1024)
 WIDTHS = (2, 4, 6)
 PAPER = {
-    "sharegpt": {
-        "max": (20.4, 7.00),
-        "pow2": (26.8, 9.81),
-        "oracle": (38.2, 13.62),
-        "paged": (96.3, 30.42),
-        "foreseen": (None, None),
-    },
-    "alpaca": {
-        "max": (None, 7.00),
-        "pow2": (None, 43.24),
-        "oracle": (None, 72.75),
-        "paged": (None, 132.44),
-        "foreseen": (None, None),
-    },
+    "sharegpt": {"max": (20.4, 7.00), "pow2": (26.8, 9.81), "oracle": (38.2, 13.62), "paged": (96.3, 30.42)},
+    "alpaca": {"max": (None, 7.00), "pow2": (None, 43.24), "oracle": (None, 72.75), "paged": (None, 132.44)},
 }
 """Per cent of the memory that hold tokens (figure 2); sequences at once (figure 13: 2 and 30 requests a second)."""
 PAPER_SHARING = {"parallel": "6 to 10", "beam": "38 to 55"}  # per cent, figure 15: Alpaca, 2 to 6 sequences
@@ -269,7 +257,7 @@ def main() -> None:
         asked.json.write_text(json.dumps({"asked": about, "paper": PAPER, **figures}, indent=1) + "\n")
     for name, ways in figures["memory"].items():
         for way, found in ways.items():
-            percent, at_once = PAPER[name][way]
+            percent, at_once = PAPER[name].get(way, (None, None))
             told = f"{found['percent']:5.1f} % of the memory ({percent or '–'})"
             told += f", {found['at_once']:6.1f} at once ({at_once or '–'})"
             pages = f"; {found['percent_of_pages']:.1f} % of the pages held" if way in PAGED else ""

@@ -59,25 +59,22 @@ def test_cores_under_a_quota_of_version_2(tmp_path, monkeypatch, quota, cores):
     assert available_cores(machine(tmp_path, groups)) == cores
 
 
-@pytest.mark.parametrize(("quota", "cores"), [("-1", 8), ("250000", 5)])
-def test_cores_under_a_quota_of_version_1(tmp_path, monkeypatch, quota, cores):
+@pytest.mark.parametrize(
+    ("group", "folder", "quota", "period", "cores"),
+    [
+        ("/c", "cpu/c", "-1", "50000", 8),
+        ("/c", "cpu/c", "250000", "50000", 5),
+        ("/not/visible/here", "cpu,cpuacct", "400000", "100000", 4),  # controllers that share a folder
+    ],
+)
+def test_cores_under_a_quota_of_version_1(tmp_path, monkeypatch, group, folder, quota, period, cores):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     groups = {
-        "proc/self/cgroup": "4:cpu,cpuacct:/c\n1:memory:/c\n",
-        "sys/fs/cgroup/cpu/c/cpu.cfs_quota_us": f"{quota}\n",
-        "sys/fs/cgroup/cpu/c/cpu.cfs_period_us": "50000\n",
+        "proc/self/cgroup": f"4:cpu,cpuacct:{group}\n1:memory:/c\n",
+        f"sys/fs/cgroup/{folder}/cpu.cfs_quota_us": f"{quota}\n",
+        f"sys/fs/cgroup/{folder}/cpu.cfs_period_us": f"{period}\n",
     }
     assert available_cores(machine(tmp_path, groups)) == cores
-
-
-def test_controllers_that_share_a_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    groups = {
-        "proc/self/cgroup": "4:cpu,cpuacct:/not/visible/here\n",
-        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "400000\n",
-        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
-    }
-    assert available_cores(machine(tmp_path, groups)) == 4
 
 
 def test_cores_without_control_groups(tmp_path):

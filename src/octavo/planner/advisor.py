@@ -159,10 +159,9 @@ def _choices(
     pages: tuple[int, ...] = (config.block_size, 16, 32, 64, 128)
     if typical is not None and typical.mean_tokens >= LONG:
         pages = (64, *pages)
-    counts = (16, 64, 256, 1024)
     dtypes = ("auto", "int8", *(("int4",) if quality_loss else ()))
     found = {
-        "max_num_seqs": (config.max_num_seqs, *(count for count in counts if 0 < count < len(work.demands))),
+        "max_num_seqs": (config.max_num_seqs, *(count for count in (16, 64, 256, 1024) if count < len(work.demands))),
         "max_num_batched_tokens": (config.max_num_batched_tokens, 512, 1024, 4096, 8192),
         "block_size": pages,
         "kv_cache_dtype": (config.kv_cache_dtype, *(dtypes if config.kv_cache_dtype in dtypes else ())),
