@@ -9,6 +9,7 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from tests.acceptance.same_bits import BOTH, PROMPTS, Alone, Engine, bits, same
+from tests.surprise import expect_short_answers
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["cache", "no cache"])
@@ -30,6 +31,7 @@ def test_after_preemptions(cramped: LLM, engine: Engine) -> None:
     """Pages run out in the middle of long answers."""
     long = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True, logprobs=0)
     right = [bits(output) for output in engine(enable_prefix_caching=False).generate(PROMPTS[:6], long)]
+    expect_short_answers(cramped)
     before = cramped.stats()["num_preemptions"]
     assert [bits(output) for output in cramped.generate(PROMPTS[:6], long)] == right
     assert cramped.stats()["num_preemptions"] > before

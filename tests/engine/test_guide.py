@@ -10,6 +10,7 @@ from array import array
 
 import numpy as np
 import pytest
+from tests.surprise import expect_short_answers
 
 from octavo.engine import guide as module
 from octavo.engine.guide import MAX_COMPILED, Guides
@@ -152,6 +153,7 @@ def test_alone_together_forked_and_after_preemption_the_tokens_are_the_same(make
     again = [[choice.token_ids for choice in answers(roomy, *pair[::-1])] for pair in zip(prompts, params, strict=True)]
     assert again == alone
     narrow = make_llm(block_size=4, kv_cache_memory_bytes=24 * roomy.stats()["token_bytes"] * 4)
+    expect_short_answers(narrow)
     together = [[choice.token_ids for choice in output.outputs] for output in narrow.generate(prompts, params)]
     assert together == alone
     assert narrow.stats()["num_preemptions"] > 0

@@ -7,6 +7,7 @@ from itertools import groupby
 
 import numpy as np
 import pytest
+from tests.surprise import expect_short_answers
 
 from octavo.engine import llm as module
 from octavo.engine.llm import LLM, Logprob, engine_config
@@ -184,6 +185,7 @@ def test_company_chunks_caches_and_preemption_change_nothing(make_llm):
     alone = [answers(plain.generate([prompt], one))[0] for prompt, one in zip(prompts, wanted, strict=True)]
     page = make_llm(block_size=4).stats()["page_bytes"]
     small = make_llm(block_size=4, kv_cache_memory_bytes=26 * page, max_num_batched_tokens=9)
+    expect_short_answers(small)
     for llm in (
         make_llm(),
         make_llm(block_size=8, max_num_batched_tokens=7),

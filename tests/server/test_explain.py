@@ -11,6 +11,7 @@ from tests.models import tiny
 from tests.server.serving import Served, serving, until
 from tests.server.test_sessions import CHATS, COMPLETIONS, PAGE_BYTES, do, key, refusal, say, tokens
 from tests.server.watcher import look
+from tests.surprise import SHORT
 
 PAGES = 24
 
@@ -127,6 +128,7 @@ def test_preempted_and_resumed_with_what_it_cost(tight: Served) -> None:
         return [reply.headers["x-request-id"], second], why(tight, second, "beta")
 
     for attempt in range(20):  # on a busy machine the first may be over before the second came
+        say(tight, None, SHORT, "alpha")
         ids, told = together(attempt)
         if told["preemptions"]:
             break
