@@ -145,6 +145,15 @@ def test_pages_that_nobody_holds_are_found_for_nothing_but_themselves() -> None:
     assert engine.scheduler.stats.num_preemptions == 0
 
 
+@pytest.mark.parametrize(("num_pages", "n", "max_tokens"), [(12, 2, 4), (24, 4, 4), (14, 8, 2), (40, 3, 11)])
+def test_each_choice_is_expected_to_take_a_tail_of_its_own(num_pages: int, n: int, max_tokens: int) -> None:
+    engine = make_engine(num_pages, costs=AGAIN)
+    params = SamplingParams(seed=1, n=n, max_tokens=max_tokens, ignore_eos=True)
+    run(engine, [Request(str(number), prompt(5, number), params) for number in range(9)])
+    assert engine.scheduler.stats.num_preemptions == 0
+    assert engine.cache.stats.peak_pages > num_pages // 2
+
+
 def test_what_is_spared_is_told_while_somebody_waits_for_it() -> None:
     engine = make_engine(16, costs=AGAIN)
     params = greedy(12)
@@ -175,12 +184,17 @@ def test_answers_teach_and_what_was_dropped_does_not() -> None:
     assert list(forecast._recent)[1:] == [(6, True), (4, True), (4, True), (3, False), (3, True)]
 
 
-def test_pages_that_only_their_finder_holds_come_back_with_its_own() -> None:
+@pytest.mark.parametrize("below", [False, True])
+def test_pages_that_only_their_finder_holds_come_back_with_its_own(below: bool) -> None:
     """A resumes on what it left, and gives all of it back before B has grown."""
-    engine = make_engine(20, costs=AGAIN)
+    engine = make_engine(20, costs=Costs(token_s=0.001), host_pages=20 * below)
     run(engine, [Request("first", prompt(40), greedy(1))])
+    if below:
+        engine.cache.drop_cached()
+        run(engine, [])
     engine.add(Request("A", [*prompt(40), 1, 2], greedy(4)))  # ten pages found, and one more
-    engine.step()
+    while not engine.scheduler.running:
+        engine.step()
     engine.add(Request("B", prompt(8, 7), greedy(50)))  # two pages, and 15 in the end
     engine.step()
     assert engine.scheduler.num_running == 2

@@ -91,7 +91,7 @@ class Scheduler:
         self._waiting: list[tuple[tuple[int, int, int, int], Sequence]] = []  # a heap; finished entries are skipped
         self._num_waiting = 0
         self._num_filled = 0  # tokens computed of all sequences that have a table
-        self._num_allowed = 0  # tokens that their answers may have
+        self._num_allowed = 0  # token slots that their answers may take
         self._num_found = 0  # pages that were there when they began
         self._num_released = 0  # of these sequences, since the start
         self._forecast, self._outlook = Forecast(), Outlook(cache.block_size)
@@ -389,7 +389,8 @@ class Scheduler:
             sequence.write_start = admission.write_start
             sequence.num_at_admission = len(sequence.token_ids)
             found = admission.table.pages[: admission.num_computed // self.cache.block_size]
-            self._hold(sequence, sum(self.cache.pool.refs(page) > 1 for page in found))
+            num_own = 1 + (admission.table.load is not None)  # which holds them all as well
+            self._hold(sequence, sum(self.cache.pool.refs(page) > num_own for page in found))
             self._explain(sequence, admission)
             if group.num_cached_tokens is None:
                 group.num_cached_tokens = admission.num_computed
@@ -406,7 +407,7 @@ class Scheduler:
         if not (self._grows and num_running):
             return 0
         cache, soon, num_known = self.cache, (num_running + 1) // 2, len(sequence.token_ids)
-        allowed = sequence.group.max_tokens * sequence.num_ways + self._num_allowed
+        allowed = self._allowed(sequence) + self._num_allowed
         if cache.pages_for(num_known + allowed) + soon <= cache.pool.num_available:
             return soon
         asked = (sequence.seq_id, self._num_released)
@@ -431,16 +432,21 @@ class Scheduler:
             known = sequence.num_computed + now - sequence.aside_since + 1
         # the last token needs no slot
         steps = max(self._forecast.to_come(sequence.seq_id, known - group.num_prompt_tokens, group.max_tokens) - 1, 0)
-        pages = self.cache.pages_for(known)
-        pages += sequence.num_ways * (self.cache.pages_for(known + steps) - pages) - num_found
-        return Ahead(now + steps, sequence.seq_id, pages, sequence.num_ways)
+        ways, pages = sequence.num_ways, self.cache.pages_for(known + steps)
+        if ways > 1:  # they part within a page
+            pages += (ways - 1) * (pages - known // self.cache.block_size)
+        return Ahead(now + steps, sequence.seq_id, pages - num_found, ways)
+
+    def _allowed(self, sequence: Sequence) -> int:
+        """Token slots that its answers may take; where they part, each but one copies a page."""
+        return sequence.group.max_tokens * sequence.num_ways + (sequence.num_ways - 1) * self.cache.block_size
 
     def _hold(self, sequence: Sequence, num_found: int) -> None:
         """It has pages now, and came to so many of others."""
         sequence.num_found = num_found
         self._unforeseen[sequence.seq_id] = sequence
         self._num_filled += sequence.num_computed
-        self._num_allowed += sequence.group.max_tokens * sequence.num_ways
+        self._num_allowed += self._allowed(sequence)
         self._num_found += num_found
 
     def _let_go(self, sequence: Sequence) -> None:
@@ -451,7 +457,7 @@ class Scheduler:
             self._outlook.remove(sequence.ahead)
             sequence.ahead = None
         self._num_filled -= sequence.num_computed
-        self._num_allowed -= sequence.group.max_tokens * sequence.num_ways
+        self._num_allowed -= self._allowed(sequence)
         self._num_found -= sequence.num_found
 
     def _narrow(self, sequence: Sequence) -> None:
@@ -620,7 +626,7 @@ class Scheduler:
         if parent.table is not None and self._has_place:
             twin.table = self.cache.fork(parent.table)
             twin.num_computed, twin.write_start = parent.num_computed, parent.write_start
-            self._hold(twin, len(twin.table.pages))
+            self._hold(twin, twin.num_computed // self.cache.block_size)  # it is to have a tail of its own
             self._run(twin)
         else:
             self._enqueue(twin)
@@ -679,7 +685,7 @@ class Scheduler:
         foreseen = [sequence.ahead for sequence in holding if sequence.ahead is not None]
         expected = {
             "filled": (self._num_filled, sum(sequence.num_computed for sequence in holding)),
-            "allowed": (self._num_allowed, sum(one.group.max_tokens * one.num_ways for one in holding)),
+            "allowed": (self._num_allowed, sum(map(self._allowed, holding))),
             "found": (self._num_found, sum(sequence.num_found for sequence in holding)),
             "foreseen": (self._outlook.sequences, sorted(one.seq_id for one in foreseen)),
             "unforeseen": (sorted(self._unforeseen), sorted(one.seq_id for one in holding if one.ahead is None)),
