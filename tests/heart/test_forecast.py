@@ -167,6 +167,24 @@ def test_what_is_spared_is_told_while_somebody_waits_for_it() -> None:
     assert engine.scheduler.num_spared == 0
 
 
+def test_what_the_others_have_taken_since_is_not_spared_again() -> None:
+    """Beside pins there is no room for A's eleven pages and B's five; when they end there is, though A has not."""
+    engine = make_engine(14, costs=AGAIN)
+    run(engine, [Request("first", prompt(16, 5), greedy(1), session_id="talk")])
+    engine.tick(0.0)
+    engine.pin("", "talk", 100.0)
+    engine.add(Request("A", prompt(4), greedy(40)))
+    engine.step(now=1.0)
+    engine.add(Request("B", prompt(16, 9), greedy(5)))
+    for _ in range(25):
+        engine.step(now=2.0)
+    assert engine.scheduler.num_running == 1
+    engine.step(now=100.0)
+    assert engine.scheduler.num_running == 2
+    run(engine, [])
+    assert engine.scheduler.stats.num_preemptions == 0
+
+
 def test_answers_teach_and_what_was_dropped_does_not() -> None:
     """Beams that did not win, and answers that never began; who was aborted might have gone on."""
     engine = make_engine(64, costs=AGAIN)

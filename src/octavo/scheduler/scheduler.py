@@ -95,7 +95,7 @@ class Scheduler:
         self._num_found = 0  # pages that were there when they began
         self._num_released = 0  # of these sequences, since the start
         self._forecast, self._outlook = Forecast(), Outlook(cache.block_size)
-        self._spared = (-1, -1, 0)  # a sequence to admit, _num_released, and the pages that must then be left
+        self._spared = (-1, -1, 0)  # a sequence to admit, _num_released, and the pages that the others are to have then
         self._num_arrived = 0
         self._next_seq_id = 0
         self._planned: list[Sequence] = []
@@ -118,7 +118,7 @@ class Scheduler:
     def num_spared(self) -> int:
         """Pages that are left to the running sequences, which are expected to need them, while another waits."""
         head = self._head()
-        return self._spared[2] if head is not None and self._spared[:2] == (head.seq_id, self._num_released) else 0
+        return self._spare if head is not None and self._spared[:2] == (head.seq_id, self._num_released) else 0
 
     @property
     def num_requests(self) -> int:
@@ -406,24 +406,38 @@ class Scheduler:
         num_running = len(self._running) + len(self._aside)
         if not (self._grows and num_running):
             return 0
-        cache, soon, num_known = self.cache, (num_running + 1) // 2, len(sequence.token_ids)
+        cache, num_known = self.cache, len(sequence.token_ids)
         allowed = self._allowed(sequence) + self._num_allowed
-        if cache.pages_for(num_known + allowed) + soon <= cache.pool.num_available:
-            return soon
+        if cache.pages_for(num_known + allowed) + self._soon <= cache.pool.num_available:
+            return self._soon
         asked = (sequence.seq_id, self._num_released)
         if self._spared[:2] != asked:
             self._foresee()
             use_cache = not sequence.group.scores_prompt
             found = cache.find(sequence.token_ids, sequence.group.request.identity) if use_cache else []
             num_shared = sum(cache.pool.refs(page) > 0 for page in found)  # the others become its own
-            own, held = cache.pages_for(num_known) - num_shared, cache.num_named - self._num_found
-            room = held + cache.pool.num_available
+            own, room = cache.pages_for(num_known) - num_shared, self._num_own + cache.pool.num_available
             most, step = self._outlook.needed(self._ahead(sequence, num_shared), room)
             steps = max(step - self.stats.num_steps, 0)
             again = num_known - len(found) * cache.block_size + steps
             pays = most > room and cache.tiers.costs.preempting_pays(num_running, steps, again)
-            self._spared = (*asked, soon if pays else max(most - held - own, soon))
-        return self._spared[2]
+            self._spared = (*asked, 0 if pays else most - own)
+        return self._spare
+
+    @property
+    def _num_own(self) -> int:
+        """Pages of all sequences, each counted once."""
+        return self.cache.num_named - self._num_found
+
+    @property
+    def _soon(self) -> int:
+        """A page for every two that run."""
+        return (len(self._running) + len(self._aside) + 1) // 2
+
+    @property
+    def _spare(self) -> int:
+        """Pages of `_spared` that nobody has taken yet."""
+        return max(self._spared[2] - self._num_own, self._soon)
 
     def _ahead(self, sequence: Sequence, num_found: int) -> Ahead:
         """What is expected of a sequence that came to so many pages of others."""
