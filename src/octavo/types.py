@@ -332,8 +332,8 @@ class Output(NamedTuple):
     """News of one choice of a request: tokens new since the last Output, and why it ended, if it did.
 
     `prompt_logprobs` holds P - 1 entries (the first prompt token has no predecessor) and comes with the first Output of
-    choice 0. `score` is a beam's final score. `num_cached_tokens` counts prompt tokens found in the cache at the
-    request's first admission.
+    choice 0. `score` is a beam's final score. `num_cached_tokens` counts prompt tokens found in the cache when the
+    request was first admitted, none of a page that was lost on its way from a tier below.
     """
 
     request_id: str

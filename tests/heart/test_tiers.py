@@ -193,15 +193,25 @@ def test_two_that_want_the_same_page_move_it_once() -> None:
 
 
 def test_a_failed_copy_is_a_miss() -> None:
-    """Of six pages of the path the fourth to come back is damaged: three are used, the rest is computed."""
+    """Of six pages of the path the fourth to come back is damaged: three are used and counted, the rest is computed."""
     engine = make_engine(10, host_pages=40)
     run(engine, [Request("first", conversation(24), greedy(1))])
     fill(engine, 8)
     executor = executor_of(engine)
     executor.num_moves, executor.fail_every = 0, 4
     before = executor.num_computed
-    request = Request("again", conversation(24), greedy(2))
-    assert tokens_of(run(engine, [request])["again"][0]) == expected(engine, request)
+    queried, hit = engine.cache.stats.queried_tokens, engine.cache.stats.hit_tokens
+    request = Request("again", conversation(24), greedy(2), session_id="talk")
+    engine.add(request)
+    outputs, served = [], []
+    while engine.has_work:
+        outputs += engine.step()
+        served += engine.scheduler.newly_scheduled
+    assert served == ["again"] and [output.num_cached_tokens for output in outputs] == [12, 12]
+    assert tokens_of(outputs) == expected(engine, request)
+    stats, talk = engine.cache.stats, engine.session("", "talk")
+    assert (stats.queried_tokens - queried, stats.hit_tokens - hit, stats.resumed_tokens) == (24, 12, 0)
+    assert (talk.queried_tokens, talk.hit_tokens) == (24, 12)
     assert executor.num_computed - before == 24 - 12 + 1
     assert engine.cache.tiers.stats.moves_failed >= 1
 
@@ -301,6 +311,7 @@ class Cache:
         admission = self.cache.admit(tokens, (tenant,), owner=tenant, session=talk)
         assert isinstance(admission, Admission)
         self.settle()
+        self.cache.found(len(tokens), admission.num_computed, session=talk)
         assert admission.table.load is None or admission.table.load.complete
         admission.table.load = None
         self.cache.commit(admission.table, tokens, len(tokens))

@@ -371,11 +371,10 @@ class Scheduler:
                 group.request.identity,
                 spare=self._to_spare(sequence),
                 use_cache=not group.scores_prompt,
-                resumed=group.num_cached_tokens is not None,
                 owner=group.request.tenant,
                 session=group.session,
                 request=group.request.request_id,
-                explain=group.unexplained,
+                explain=group.num_cached_tokens is None,
             )
             if admission is not None or self._running or self._aside or self._loading:
                 break
@@ -391,11 +390,26 @@ class Scheduler:
             found = admission.table.pages[: admission.num_computed // self.cache.block_size]
             num_own = 1 + (admission.table.load is not None)  # which holds them all as well
             self._hold(sequence, sum(self.cache.pool.refs(page) > num_own for page in found))
-            self._explain(sequence, admission)
-            if group.num_cached_tokens is None:
-                group.num_cached_tokens = admission.num_computed
+            if admission.found is not None:
+                self._note(Note(group.request.request_id, "admitted", found=admission.found))
+            if not group.served:
+                group.served = True
                 self.newly_scheduled.append(group.request.request_id)
+            if admission.table.load is None:
+                self._found(sequence)
         return admission
+
+    def _found(self, sequence: Sequence) -> None:
+        """All pages that it came to are there."""
+        group, found, first = sequence.group, sequence.num_computed, sequence.group.num_cached_tokens is None
+        if not group.scores_prompt:
+            self.cache.found(len(sequence.token_ids), found, resumed=not first, session=group.session)
+        if first:
+            group.num_cached_tokens = found
+        if sequence.num_lost:
+            again = max(sequence.num_lost - found, 0)
+            self._note(Note(group.request.request_id, "resumed", sequence.index, again))
+            sequence.num_lost = 0
 
     def _to_spare(self, sequence: Sequence) -> int:
         """Pages to leave when this sequence begins: one for every two that run, or what all are expected to need.
@@ -525,10 +539,10 @@ class Scheduler:
                 del self._loading[sequence.seq_id]
                 if load.complete:
                     sequence.table.load = None
+                    self._found(sequence)
                     self._run(sequence)
                     self._note(Note(sequence.group.request.request_id, "arrived"))
                 else:
-                    sequence.group.unexplained = True
                     self._release(sequence)
                     self._enqueue(sequence)
 
@@ -567,16 +581,6 @@ class Scheduler:
     def _preempt_parked(self, needy: Sequence) -> None:
         """Take the pages of the last of those that wait for their siblings."""
         self._preempt(max(self._parked.values(), key=attrgetter("key")), needy)
-
-    def _explain(self, sequence: Sequence, admission: Admission) -> None:
-        request_id = sequence.group.request.request_id
-        if admission.found is not None:
-            sequence.group.unexplained = False
-            self._note(Note(request_id, "admitted", found=admission.found))
-        if sequence.num_lost:
-            again = max(sequence.num_lost - admission.num_computed, 0)
-            self._note(Note(request_id, "resumed", sequence.index, again))
-            sequence.num_lost = 0
 
     def _note(self, note: Note) -> None:
         if self.cache.tiers.explainer is not None:

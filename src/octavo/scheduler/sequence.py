@@ -128,9 +128,9 @@ class Group:
         "prompt_logprobs",
         "request",
         "searches",
+        "served",
         "session",
         "stop_token_ids",
-        "unexplained",
         "wants_scores",
     )
 
@@ -147,8 +147,8 @@ class Group:
         self.session: Session | None = None
         self.wants_scores = request.params.prompt_logprobs is not None
         self.num_prompt_tokens = len(request.prompt_token_ids)
-        self.num_cached_tokens: int | None = None  # None until the first admission
-        self.unexplained = True  # until it is known what that found
+        self.num_cached_tokens: int | None = None  # None until all is there that was found first
+        self.served = False  # whether it was ever admitted
         self.live: dict[int, Sequence] = {}  # by seq_id, unfinished
         self.prompt_logprobs: list[Sampled] = []
         self.hypotheses: list[Hypothesis] = []  # best first
