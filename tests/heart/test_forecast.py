@@ -167,6 +167,23 @@ def test_what_is_spared_is_told_while_somebody_waits_for_it() -> None:
     assert engine.scheduler.num_spared == 0
 
 
+@pytest.mark.parametrize("delay", [0, 3])
+def test_those_whose_pages_are_on_their_way_are_thought_of(delay: int) -> None:
+    """Each takes three pages, all but a token of which lie below, and seven in the end."""
+    engine = make_engine(24, costs=Costs(token_s=0.001), host_pages=40, moves={"delay": delay})
+    prompts = [prompt(9, number) for number in range(10)]
+    run(engine, [Request(f"before {number}", tokens, greedy(1)) for number, tokens in enumerate(prompts)])
+    engine.cache.drop_cached()
+    run(engine, [])
+    for number, tokens in enumerate(prompts):
+        engine.add(Request(str(number), tokens, greedy(20)))
+    running = []
+    while engine.has_work:
+        engine.step()
+        running.append(engine.scheduler.num_running)
+    assert running[0] == 3 and engine.scheduler.stats.num_preemptions == 0
+
+
 def test_what_the_others_have_taken_since_is_not_spared_again() -> None:
     """Beside pins there is no room for A's eleven pages and B's five; when they end there is, though A has not."""
     engine = make_engine(14, costs=AGAIN)

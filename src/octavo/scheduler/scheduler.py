@@ -417,8 +417,7 @@ class Scheduler:
         More may begin than are expected to fit if that pays. Not before a sequence has given its pages back does it
         look again.
         """
-        num_running = len(self._running) + len(self._aside)
-        if not (self._grows and num_running):
+        if not (self._grows and self.num_running):
             return 0
         cache, num_known = self.cache, len(sequence.token_ids)
         allowed = self._allowed(sequence) + self._num_allowed
@@ -434,7 +433,7 @@ class Scheduler:
             most, step = self._outlook.needed(self._ahead(sequence, num_shared), room)
             steps = max(step - self.stats.num_steps, 0)
             again = num_known - len(found) * cache.block_size + steps
-            pays = most > room and cache.tiers.costs.preempting_pays(num_running, steps, again)
+            pays = most > room and cache.tiers.costs.preempting_pays(self.num_running, steps, again)
             self._spared = (*asked, 0 if pays else most - own)
         return self._spare
 
@@ -446,7 +445,7 @@ class Scheduler:
     @property
     def _soon(self) -> int:
         """A page for every two that run."""
-        return (len(self._running) + len(self._aside) + 1) // 2
+        return (self.num_running + 1) // 2
 
     @property
     def _spare(self) -> int:
