@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections import ChainMap, abc
 from dataclasses import dataclass
-from heapq import heappop, heappush, nsmallest
+from heapq import heapify, heappop, heappush, nsmallest
 from itertools import chain, islice
 from operator import attrgetter, itemgetter
 
@@ -38,6 +38,8 @@ from octavo.types import (
 
 MIN_SHARE = 64
 """No prompt is admitted beside others if each would then get fewer tokens a step than this."""
+MAX_SKIPPED = 64
+"""Sequences that ended while they waited leave the queue when they are more, and more than those that wait."""
 MAX_WAITS = 32
 """How many waiting sequences may step aside, for a shared page to be computed, before admission stops for this step."""
 
@@ -586,10 +588,14 @@ class Scheduler:
             self.notes.append(note)
 
     def _end(self, sequence: Sequence) -> None:
-        if sequence.phase is Phase.WAITING:
-            self._num_waiting -= 1
+        waited = sequence.phase is Phase.WAITING
         self._release(sequence)
         sequence.phase = Phase.FINISHED
+        if waited:
+            self._num_waiting -= 1
+            if len(self._waiting) > 2 * self._num_waiting + MAX_SKIPPED:
+                self._waiting = [entry for entry in self._waiting if entry[1].phase is Phase.WAITING]
+                heapify(self._waiting)
         group = sequence.group
         del group.live[sequence.seq_id]
         if not group.live:
