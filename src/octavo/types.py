@@ -398,7 +398,7 @@ class Note(NamedTuple):
 
 class RequestInfo(NamedTuple):
     """How far a request has come. Of several choices: tokens of all of them, pages that any of them names, the phase of
-    the one that is furthest. `num_cached` is None until the first admission.
+    the one that is furthest. `num_cached` is None until the first admission, and counts what is on its way.
     """
 
     request_id: str

@@ -179,6 +179,8 @@ def test_others_run_while_pages_come_back() -> None:
     for _ in range(4):
         seen += [output.request_id for output in engine.step()]
     assert seen == ["other"] * 4 and engine.scheduler.num_running == 2
+    info = engine.scheduler.infos(10)[1]
+    assert (info.request_id, info.phase, info.num_cached, info.num_computed) == ("again", "loading", 23, 23)
 
 
 def test_two_that_want_the_same_page_move_it_once() -> None:

@@ -163,11 +163,13 @@ class Group:
         live, prompt = list(self.live.values()), self.num_prompt_tokens
         tables = [sequence.table for sequence in live if sequence.table is not None]
         pages = len(tables[0].pages) if len(tables) == 1 else len(set().union(*(table.pages for table in tables)))
+        num_computed = sum(sequence.num_computed for sequence in live)
+        on_its_way = self.num_cached_tokens is None and self.served
         return RequestInfo(
             self.request.request_id,
             max((sequence.told_phase for sequence in live), key=TOLD_PHASES.index),
-            self.num_cached_tokens,
-            sum(sequence.num_computed for sequence in live),
+            num_computed if on_its_way else self.num_cached_tokens,
+            num_computed,
             sum(len(sequence.token_ids) - prompt for sequence in live),
             self.max_tokens,
             pages,
