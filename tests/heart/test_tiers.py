@@ -30,6 +30,7 @@ from octavo.types import (
     Tier,
 )
 from tests.heart.engines import executor_of, expected, make_engine, run, tokens_of
+from tests.heart.token_executor import TokenExecutor
 
 BLOCK = 4
 
@@ -502,6 +503,26 @@ def test_preempting_pays_where_a_step_mostly_reads() -> None:
     assert costs.preempting_pays(10, 100, 1000) and not costs.preempting_pays(10, 99, 1000)
     assert costs.preempting_pays(5, 50, 1000) and not costs.preempting_pays(11, 100, 1000)
     assert Costs().preempting_pays(10, 0, 1000)  # nothing was measured
+
+
+class Timed(TokenExecutor):
+    """A step takes ten milliseconds, and one for each token."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        num_tokens = sum(len(piece.token_ids) for piece in plan.slices)
+        return super().execute(plan)._replace(seconds=0.01 + 0.001 * num_tokens)
+
+
+def test_what_others_decode_in_a_step_of_prompts_is_not_the_prompts_cost() -> None:
+    costs = Costs("auto", 0.001, 0.0, {}, 0.01)
+    engine = make_engine(2000, costs=costs, executor=Timed)
+    for number in range(60):
+        engine.add(Request(f"talk {number}", [number % 50, number // 50, 1], greedy(40)))
+    for number in range(30):
+        engine.step()
+        engine.add(Request(f"prompt {number}", [number, 7, *[2] * 70], greedy(1)))
+    assert engine.scheduler.running and costs.num_learned > 20
+    assert costs.token_s == pytest.approx(0.001)
 
 
 def test_costs_follow_what_is_measured() -> None:

@@ -456,15 +456,19 @@ class Scheduler:
 
     def _ahead(self, sequence: Sequence, num_found: int) -> Ahead:
         """What is expected of a sequence that came to so many pages of others."""
-        group, known, now = sequence.group, len(sequence.token_ids), self.stats.num_steps
-        if sequence.seq_id in self._aside:
-            known = sequence.num_computed + now - sequence.aside_since + 1
+        group, known, now = sequence.group, self._num_known(sequence), self.stats.num_steps
         # the last token needs no slot
         steps = max(self._forecast.to_come(sequence.seq_id, known - group.num_prompt_tokens, group.max_tokens) - 1, 0)
         ways, pages = sequence.num_ways, self.cache.pages_for(known + steps)
         if ways > 1:  # they part within a page
             pages += (ways - 1) * (pages - known // self.cache.block_size)
         return Ahead(now + steps, sequence.seq_id, pages - num_found, ways)
+
+    def _num_known(self, sequence: Sequence) -> int:
+        """Its tokens, with those that it got while it was set aside."""
+        if sequence.seq_id in self._aside:
+            return sequence.num_computed + self.stats.num_steps - sequence.aside_since + 1
+        return len(sequence.token_ids)
 
     def _allowed(self, sequence: Sequence) -> int:
         """Token slots that its answers may take; where they part, each but one copies a page."""
@@ -549,9 +553,12 @@ class Scheduler:
 
     def _learn(self, plan: StepPlan, seconds: float) -> None:
         """Correct what a token is thought to cost by a step that was mostly prompts."""
-        prompts = plan.slices[self._num_decoding :]
-        counts = [(piece.start, len(piece.token_ids)) for piece in prompts if len(piece.token_ids) > 1]
-        if seconds and counts and sum(count for _, count in counts) >= MIN_SHARE:
+        if not seconds or len(plan.slices) == self._num_decoding:
+            return
+        counts = [(piece.start, len(piece.token_ids)) for piece in plan.slices]
+        counts += [(self._num_known(sequence) - 2, 1) for sequence in self._aside.values()]  # it counts this step
+        num_decoding = self._num_decoding + len(self._aside)
+        if sum(count for _, count in counts) - num_decoding >= max(MIN_SHARE, num_decoding):
             self.cache.tiers.costs.computed(counts, seconds)
 
     def _release(self, sequence: Sequence) -> None:
