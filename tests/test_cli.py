@@ -172,6 +172,25 @@ def test_an_error_is_one_line_that_names_the_option(arguments: list[str], status
     assert err.count("\n") == 1
 
 
+def test_ctrl_c_while_the_command_line_is_loaded_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from octavo.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
+
+
+def test_ctrl_c_before_a_command_has_begun_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", interrupted)
+    with pytest.raises(SystemExit, match="130"):
+        cli.main()
+    assert capsys.readouterr() == ("", "")
+
+
 WRITERS = {
     "bench throughput m": ["--json"],
     "bench compare m": ["--json", "--html", "--png"],
