@@ -18,10 +18,11 @@ from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from octavo import LLM, EngineConfig, ModelError, SamplingParams, cli
 from octavo.cli import talk
-from octavo.cli.options import NO_OPTIONS, as_option, parse_bytes
+from octavo.cli.options import NO_OPTIONS, as_option, parse_bytes, writable
 from octavo.errors import ConfigError
 
 POOL = ["--kv-cache-memory-bytes", "256MiB"]  # room for the model's whole context, 180 MiB
@@ -169,6 +170,47 @@ def test_an_error_is_one_line_that_names_the_option(arguments: list[str], status
     assert (returned, out) == (status, "")
     assert err.startswith(message)
     assert err.count("\n") == 1
+
+
+def test_ctrl_c_while_the_command_line_is_loaded_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from octavo.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
+
+
+def test_ctrl_c_before_a_command_has_begun_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", interrupted)
+    with pytest.raises(SystemExit, match="130"):
+        cli.main()
+    assert capsys.readouterr() == ("", "")
+
+
+WRITERS = {
+    "bench throughput m": ["--json"],
+    "bench compare m": ["--json", "--html", "--png"],
+    "bench prefix-cache m": ["--json"],
+    "bench day m": ["--json", "--plot"],
+    "bench quality m": ["--json"],
+    "bench calibrate m": ["--json"],
+    "bench serve": ["--json", "--html", "--png"],
+    "simulate mixed": ["--json", "--html", "--png", "--chrome-trace"],
+}
+
+
+@pytest.mark.parametrize("command", WRITERS)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(command: str, tmp_path: Path) -> None:
+    for option in WRITERS[command]:
+        for path in (tmp_path, tmp_path / "none" / "x"):
+            result = CliRunner().invoke(cli.app, [*command.split(), option, str(path)])
+            assert (result.exit_code, result.stdout) == (2, "")
+            assert f"Invalid value for '{option}': '{path}' cannot be written" in result.stderr
+    assert writable(tmp_path / "new") == tmp_path / "new" and not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from octavo.bench.quality import DTYPES, PLACES, Scores, _figures, measure
 from octavo.config import EngineConfig
+from octavo.errors import ConfigError
 from tests.models import tiny
 
 
@@ -30,6 +31,13 @@ def test_quality_of_every_format(model_path: Path) -> None:
         assert figures["perplexity"] > 1 and list(figures["found"]) == [300]
     assert found["dtypes"]["int4"]["token_bytes"] * 3.5 < base["token_bytes"]
     assert all("bound" in found["dtypes"][dtype]["verdict"] for dtype in ("int8", "int4"))
+
+
+def test_a_format_that_there_is_not_is_refused_before_any_is_measured(model_path: Path) -> None:
+    told: list[str] = []
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype: must be one of .*'int3'"):
+        measure(model_path, EngineConfig(), ["text"], ["int8", "int3"], [], told.append)
+    assert told == []
 
 
 def test_the_command_prints_a_table_and_writes_json(model_path: Path, tmp_path: Path) -> None:

@@ -332,8 +332,8 @@ class Output(NamedTuple):
     """News of one choice of a request: tokens new since the last Output, and why it ended, if it did.
 
     `prompt_logprobs` holds P - 1 entries (the first prompt token has no predecessor) and comes with the first Output of
-    choice 0. `score` is a beam's final score. `num_cached_tokens` counts prompt tokens found in the cache at the
-    request's first admission.
+    choice 0. `score` is a beam's final score. `num_cached_tokens` counts prompt tokens found in the cache when the
+    request was first admitted, none of a page that was lost on its way from a tier below.
     """
 
     request_id: str
@@ -398,7 +398,7 @@ class Note(NamedTuple):
 
 class RequestInfo(NamedTuple):
     """How far a request has come. Of several choices: tokens of all of them, pages that any of them names, the phase of
-    the one that is furthest. `num_cached` is None until the first admission.
+    the one that is furthest. `num_cached` is None until the first admission, and counts what is on its way.
     """
 
     request_id: str

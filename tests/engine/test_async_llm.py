@@ -49,7 +49,7 @@ from octavo.errors import (
     RequestTooLarge,
     UnknownSession,
 )
-from octavo.types import Guide, Output, Request, SamplingParams
+from octavo.types import Guide, Output, Request, SamplingParams, Tier
 
 CONFIG = EngineConfig(kv_cache_memory_bytes=1 << 20, block_size=4, num_threads=1)
 LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
@@ -434,6 +434,18 @@ def test_a_session_is_its_tenants(model: Path) -> None:
             await llm.save()
         assert caught.value.option == "kv_offload_dir"
         assert llm.num_open == 0
+
+    drive(work, model)
+
+
+def test_a_pin_ends_though_nobody_asks(model: Path) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        await answer(llm, Request("r", prompt(40), SHORT, session_id="s"))
+        assert (await llm.pin("", "s", 1e300)).pinned_s > 1e299
+        assert llm.stats().tiers.num_pinned[Tier.DEVICE] == llm.stats().pages_referenced > 0
+        await llm.pin("", "s", 0.05)
+        await until(lambda: at_rest(llm))
+        assert llm.stats().tiers.num_pinned[Tier.DEVICE] == 0
 
     drive(work, model)
 

@@ -146,6 +146,12 @@ def move(store, *places):
     return [moved.ok for moved in ended]
 
 
+@pytest.mark.parametrize(("option", "pages"), [("kv_cache_memory_bytes", (1 << 40, 0)), ("swap_space", (1, 1 << 40))])
+def test_more_memory_than_there_is_names_the_option(ops, option, pages):
+    with pytest.raises(ConfigError, match=f"{option}: the system does not give {PAGE << 40:,} bytes"):
+        KVStore(ops, FORMAT, pages[0], num_host_pages=pages[1])
+
+
 def test_page_operations_are_applied_in_order(make_store):
     store = make_store(num_host_pages=0, disk=None)
     for page in range(4):

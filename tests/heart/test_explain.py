@@ -12,6 +12,7 @@ from octavo.cache.tiers import Costs
 from octavo.engine.core import EngineCore
 from octavo.types import Found, Missed, Note, Place, Request, SamplingParams, Tier
 from tests.heart.engines import executor_of, make_engine
+from tests.heart.token_executor import TokenExecutor
 
 SIZE = 4
 ALPHA, BETA = ("key", "alpha"), ("key", "beta")
@@ -181,6 +182,27 @@ def test_preempted_by_whom_and_what_it_cost() -> None:
     assert gave == Note("b", "preempted", 0, 17, by="a")
     # its last token was in no whole page: that one went first, and the page before it when the other had 21 tokens
     assert back == Note("b", "resumed", 0, 17 - 12)
+
+
+class LosesLoads(TokenExecutor):
+    """Whatever comes back is damaged."""
+
+    def _end_move(self) -> None:
+        self.fail_every = int(self._under_way[0][0].target.tier is Tier.DEVICE)
+        super()._end_move()
+
+
+def test_what_did_not_come_back_after_a_preemption_is_computed_again_and_explains_no_prompt() -> None:
+    made = engine(9, host_pages=50, costs=SWAP, executor=LosesLoads)
+    for name, length in (("a", 8), ("b", 9)):
+        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=14)
+        made.add(Request(name, prompt(length, length), params, ALPHA, tenant="alpha"))
+    notes = [note for note in rest(made) if note.request_id == "b"]
+    assert [note.what for note in notes] == ["admitted", "preempted", "resumed"]
+    # all were to come back: the last page, which went first, did not
+    assert made.cache.tiers.stats.moves_failed > 0
+    assert (notes[1].num_tokens, notes[2].num_tokens) == (17, 17 - 12)
+    assert made.cache.stats.resumed_tokens == 12
 
 
 def test_who_needs_a_page_and_came_last_gives_way_to_nobody_in_particular() -> None:

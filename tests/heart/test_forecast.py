@@ -145,6 +145,15 @@ def test_pages_that_nobody_holds_are_found_for_nothing_but_themselves() -> None:
     assert engine.scheduler.stats.num_preemptions == 0
 
 
+@pytest.mark.parametrize(("num_pages", "n", "max_tokens"), [(12, 2, 4), (24, 4, 4), (14, 8, 2), (40, 3, 11)])
+def test_each_choice_is_expected_to_take_a_tail_of_its_own(num_pages: int, n: int, max_tokens: int) -> None:
+    engine = make_engine(num_pages, costs=AGAIN)
+    params = SamplingParams(seed=1, n=n, max_tokens=max_tokens, ignore_eos=True)
+    run(engine, [Request(str(number), prompt(5, number), params) for number in range(9)])
+    assert engine.scheduler.stats.num_preemptions == 0
+    assert engine.cache.stats.peak_pages > num_pages // 2
+
+
 def test_what_is_spared_is_told_while_somebody_waits_for_it() -> None:
     engine = make_engine(16, costs=AGAIN)
     params = greedy(12)
@@ -156,6 +165,41 @@ def test_what_is_spared_is_told_while_somebody_waits_for_it() -> None:
     assert (engine.scheduler.num_running, engine.scheduler.num_waiting, engine.scheduler.num_spared) == (4, 1, 10)
     engine.abort("4")
     assert engine.scheduler.num_spared == 0
+
+
+@pytest.mark.parametrize("delay", [0, 3])
+def test_those_whose_pages_are_on_their_way_are_thought_of(delay: int) -> None:
+    """Each takes three pages, all but a token of which lie below, and seven in the end."""
+    engine = make_engine(24, costs=Costs(token_s=0.001), host_pages=40, moves={"delay": delay})
+    prompts = [prompt(9, number) for number in range(10)]
+    run(engine, [Request(f"before {number}", tokens, greedy(1)) for number, tokens in enumerate(prompts)])
+    engine.cache.drop_cached()
+    run(engine, [])
+    for number, tokens in enumerate(prompts):
+        engine.add(Request(str(number), tokens, greedy(20)))
+    running = []
+    while engine.has_work:
+        engine.step()
+        running.append(engine.scheduler.num_running)
+    assert running[0] == 3 and engine.scheduler.stats.num_preemptions == 0
+
+
+def test_what_the_others_have_taken_since_is_not_spared_again() -> None:
+    """Beside pins there is no room for A's eleven pages and B's five; when they end there is, though A has not."""
+    engine = make_engine(14, costs=AGAIN)
+    run(engine, [Request("first", prompt(16, 5), greedy(1), session_id="talk")])
+    engine.tick(0.0)
+    engine.pin("", "talk", 100.0)
+    engine.add(Request("A", prompt(4), greedy(40)))
+    engine.step(now=1.0)
+    engine.add(Request("B", prompt(16, 9), greedy(5)))
+    for _ in range(25):
+        engine.step(now=2.0)
+    assert engine.scheduler.num_running == 1
+    engine.step(now=100.0)
+    assert engine.scheduler.num_running == 2
+    run(engine, [])
+    assert engine.scheduler.stats.num_preemptions == 0
 
 
 def test_answers_teach_and_what_was_dropped_does_not() -> None:
@@ -175,12 +219,17 @@ def test_answers_teach_and_what_was_dropped_does_not() -> None:
     assert list(forecast._recent)[1:] == [(6, True), (4, True), (4, True), (3, False), (3, True)]
 
 
-def test_pages_that_only_their_finder_holds_come_back_with_its_own() -> None:
+@pytest.mark.parametrize("below", [False, True])
+def test_pages_that_only_their_finder_holds_come_back_with_its_own(below: bool) -> None:
     """A resumes on what it left, and gives all of it back before B has grown."""
-    engine = make_engine(20, costs=AGAIN)
+    engine = make_engine(20, costs=Costs(token_s=0.001), host_pages=20 * below)
     run(engine, [Request("first", prompt(40), greedy(1))])
+    if below:
+        engine.cache.drop_cached()
+        run(engine, [])
     engine.add(Request("A", [*prompt(40), 1, 2], greedy(4)))  # ten pages found, and one more
-    engine.step()
+    while not engine.scheduler.running:
+        engine.step()
     engine.add(Request("B", prompt(8, 7), greedy(50)))  # two pages, and 15 in the end
     engine.step()
     assert engine.scheduler.num_running == 2

@@ -8,6 +8,7 @@ import pytest
 
 from octavo.errors import InvalidRequest, RequestTooLarge
 from octavo.scheduler.policy import fair_shares
+from octavo.scheduler.scheduler import MAX_SKIPPED
 from octavo.types import Request, SamplingParams
 from tests.heart.engines import GREEDY, executor_of, expected, make_engine, run, tokens_of
 
@@ -287,6 +288,22 @@ def test_prompt_scores_are_complete_with_a_warm_cache_and_under_preemption() -> 
             assert tokens_of(outputs[request.request_id][0]) == expected(engine, request)
     assert engine.scheduler.stats.num_preemptions > 0
     engine.close()
+
+
+def test_who_leaves_the_queue_is_not_kept_in_it() -> None:
+    engine = make_engine(max_num_seqs=1)
+    engine.add(Request("first", prompt(5), greedy(20)))
+    served = []
+    for number in range(1000):
+        engine.add(Request(str(number), prompt(5, number), greedy(1)))
+        if number % 100 == 50:
+            served += [output.request_id for output in engine.step()]
+        else:
+            engine.abort(str(number))
+        assert len(engine.scheduler._waiting) <= 2 * engine.scheduler.num_waiting + MAX_SKIPPED
+    while engine.has_work:
+        served += [output.request_id for output in engine.step()]
+    assert list(dict.fromkeys(served)) == ["first", *(str(number) for number in range(50, 1000, 100))]
 
 
 def test_finish_and_abort_free_pages_at_once() -> None:

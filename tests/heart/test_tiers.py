@@ -30,6 +30,7 @@ from octavo.types import (
     Tier,
 )
 from tests.heart.engines import executor_of, expected, make_engine, run, tokens_of
+from tests.heart.token_executor import TokenExecutor
 
 BLOCK = 4
 
@@ -179,6 +180,8 @@ def test_others_run_while_pages_come_back() -> None:
     for _ in range(4):
         seen += [output.request_id for output in engine.step()]
     assert seen == ["other"] * 4 and engine.scheduler.num_running == 2
+    info = engine.scheduler.infos(10)[1]
+    assert (info.request_id, info.phase, info.num_cached, info.num_computed) == ("again", "loading", 23, 23)
 
 
 def test_two_that_want_the_same_page_move_it_once() -> None:
@@ -193,15 +196,25 @@ def test_two_that_want_the_same_page_move_it_once() -> None:
 
 
 def test_a_failed_copy_is_a_miss() -> None:
-    """Of six pages of the path the fourth to come back is damaged: three are used, the rest is computed."""
+    """Of six pages of the path the fourth to come back is damaged: three are used and counted, the rest is computed."""
     engine = make_engine(10, host_pages=40)
     run(engine, [Request("first", conversation(24), greedy(1))])
     fill(engine, 8)
     executor = executor_of(engine)
     executor.num_moves, executor.fail_every = 0, 4
     before = executor.num_computed
-    request = Request("again", conversation(24), greedy(2))
-    assert tokens_of(run(engine, [request])["again"][0]) == expected(engine, request)
+    queried, hit = engine.cache.stats.queried_tokens, engine.cache.stats.hit_tokens
+    request = Request("again", conversation(24), greedy(2), session_id="talk")
+    engine.add(request)
+    outputs, served = [], []
+    while engine.has_work:
+        outputs += engine.step()
+        served += engine.scheduler.newly_scheduled
+    assert served == ["again"] and [output.num_cached_tokens for output in outputs] == [12, 12]
+    assert tokens_of(outputs) == expected(engine, request)
+    stats, talk = engine.cache.stats, engine.session("", "talk")
+    assert (stats.queried_tokens - queried, stats.hit_tokens - hit, stats.resumed_tokens) == (24, 12, 0)
+    assert (talk.queried_tokens, talk.hit_tokens) == (24, 12)
     assert executor.num_computed - before == 24 - 12 + 1
     assert engine.cache.tiers.stats.moves_failed >= 1
 
@@ -301,6 +314,7 @@ class Cache:
         admission = self.cache.admit(tokens, (tenant,), owner=tenant, session=talk)
         assert isinstance(admission, Admission)
         self.settle()
+        self.cache.found(len(tokens), admission.num_computed, session=talk)
         assert admission.table.load is None or admission.table.load.complete
         admission.table.load = None
         self.cache.commit(admission.table, tokens, len(tokens))
@@ -489,6 +503,26 @@ def test_preempting_pays_where_a_step_mostly_reads() -> None:
     assert costs.preempting_pays(10, 100, 1000) and not costs.preempting_pays(10, 99, 1000)
     assert costs.preempting_pays(5, 50, 1000) and not costs.preempting_pays(11, 100, 1000)
     assert Costs().preempting_pays(10, 0, 1000)  # nothing was measured
+
+
+class Timed(TokenExecutor):
+    """A step takes ten milliseconds, and one for each token."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        num_tokens = sum(len(piece.token_ids) for piece in plan.slices)
+        return super().execute(plan)._replace(seconds=0.01 + 0.001 * num_tokens)
+
+
+def test_what_others_decode_in_a_step_of_prompts_is_not_the_prompts_cost() -> None:
+    costs = Costs("auto", 0.001, 0.0, {}, 0.01)
+    engine = make_engine(2000, costs=costs, executor=Timed)
+    for number in range(60):
+        engine.add(Request(f"talk {number}", [number % 50, number // 50, 1], greedy(40)))
+    for number in range(30):
+        engine.step()
+        engine.add(Request(f"prompt {number}", [number, 7, *[2] * 70], greedy(1)))
+    assert engine.scheduler.running and costs.num_learned > 20
+    assert costs.token_s == pytest.approx(0.001)
 
 
 def test_costs_follow_what_is_measured() -> None:

@@ -59,9 +59,10 @@ OPTIONS: list[dict[str, Any]] = [
 def test_strides_come_to_the_same_as_steps(options: dict[str, Any], seed: int) -> None:
     """All figures, every request's times, and which page is where."""
     settings, arrivals = config(**options), requests(seed, 60, rate=40.0)
-    _, by_steps = simulated(settings, arrivals, strides=False)
+    without, by_steps = simulated(settings, arrivals, strides=False)
     with_strides, by_strides = simulated(settings, arrivals)
     assert by_strides == by_steps
+    assert with_strides.core.cache.tiers.costs == without.core.cache.tiers.costs
     assert by_steps["finished"] == 60
     assert with_strides._stride is not None
     if options["num_pages"] == 32 and seed == 0:

@@ -135,8 +135,9 @@ def books(work: Sequence[Work], block_size: int, *, enabled: bool) -> Books:
         tokens, answer = array("i", one.prompt), range(one.max_tokens)
         start = time.perf_counter()
         admission = cache.admit(tokens)
-        admitted = time.perf_counter()
         assert isinstance(admission, Admission)
+        cache.found(len(tokens), admission.num_computed)
+        admitted = time.perf_counter()
         table = admission.table
         cache.commit(table, tokens, len(tokens))
         for token in answer:

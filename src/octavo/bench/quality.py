@@ -62,8 +62,9 @@ def measure(
     windows: list[list[int]] = []
     results: dict[str, Any] = {}
     base: Scores | None = None
-    for dtype in (BASE, *(name for name in dtypes if name != BASE)):
-        engine = assemble(open_checkpoint(path), replace(config, kv_cache_dtype=dtype))
+    configs = {dtype: replace(config, kv_cache_dtype=dtype) for dtype in (BASE, *dtypes)}  # checks them all
+    for dtype, of_dtype in configs.items():
+        engine = assemble(open_checkpoint(path), of_dtype)
         with LLM.from_engine(engine) as llm:
             windows = windows or _windows(llm, texts)
             lengths = [length for length in lengths if length <= engine.max_model_len]

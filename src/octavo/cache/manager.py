@@ -169,7 +169,6 @@ class CacheManager:
         *,
         spare: int = 0,
         use_cache: bool = True,
-        resumed: bool = False,
         owner: str = "",
         session: Session | None = None,
         request: str = "",
@@ -226,19 +225,24 @@ class CacheManager:
             self._release(source)
 
         num_computed = min(found + num_partial, len(tokens) - 1)
-        if resumed:
-            self.stats.resumed_tokens += num_computed
-        else:
-            self.stats.queried_tokens += len(tokens)
-            self.stats.hit_tokens += num_computed
-            if session is not None:
-                self.sessions.asked(session, len(tokens), num_computed)
         self._promise(table, tokens)
         why = None
         if explain and self.tiers.explainer is not None:
             on = [Tier.DEVICE] * len(hits) + [place.tier for place in places]
             why = self.tiers.explainer.found(match, tokens, on, num_computed, owner)
         return Admission(table, num_computed, max(found, num_computed), why)
+
+    def found(self, num_tokens: int, num_found: int, *, resumed: bool = False, session: Session | None = None) -> None:
+        """Count what an admission found, once it is there: of a prompt, or of what a preempted sequence had."""
+        if not self.enable_prefix_caching:
+            return
+        if resumed:
+            self.stats.resumed_tokens += num_found
+        else:
+            self.stats.queried_tokens += num_tokens
+            self.stats.hit_tokens += num_found
+            if session is not None:
+                self.sessions.asked(session, num_tokens, num_found)
 
     def find(self, tokens: array[int], identity: tuple[str, ...] = ()) -> list[int]:
         """The pages on the device that admission would find."""

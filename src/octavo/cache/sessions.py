@@ -63,7 +63,7 @@ class Sessions:
         self._num_begun = 0
         self.changed: set[Session] | None = None  # None while nobody watches
         self._pinned: dict[Session, None] = {}
-        self._first_end = inf  # no pin ends earlier
+        self.first_end = inf  # no pin ends earlier
         self.pins: Counter[Place] = Counter()
         self.num_pinned = [0] * len(Tier)
         self._budget = [int(pool.num_pages * max_pinned_fraction) for pool in tiers.pools]
@@ -180,7 +180,7 @@ class Sessions:
                     f"{tier.name.lower()} tier that pins may hold: release other pins or raise --max-pinned-fraction"
                 )
         session.pinned_until = self._tiers.now + ttl_s
-        self._first_end = min(self._first_end, session.pinned_until)
+        self.first_end = min(self.first_end, session.pinned_until)
         self._pin(session)
 
     def demote(self, session: Session) -> None:
@@ -203,11 +203,11 @@ class Sessions:
 
     def tick(self) -> None:
         """End pins whose time is over."""
-        if self._tiers.now < self._first_end:
+        if self._tiers.now < self.first_end:
             return
         for session in [at for at in self._pinned if at.pinned_until <= self._tiers.now]:
             self._unpin(session)
-        self._first_end = min((session.pinned_until for session in self._pinned), default=inf)
+        self.first_end = min((session.pinned_until for session in self._pinned), default=inf)
 
     def pinned_until(self, session: Session) -> float:
         """When its pin ends; 0 without one."""

@@ -19,6 +19,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from math import fsum
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 from octavo.cache.page_table import PageTable
@@ -99,7 +100,7 @@ class Costs:
 
     def computed(self, slices: Iterable[tuple[int, int]], seconds: float) -> None:
         """Learn from a step that computed these (start, num_tokens): at first the mean of all, then of the latest."""
-        work = sum(count * (1 + (start + count / 2) * self.slope) for start, count in slices)
+        work = fsum(count * (1 + (start + count / 2) * self.slope) for start, count in slices)
         seconds -= self.step_s
         if work > 0 and seconds > 0:
             self.num_learned += 1

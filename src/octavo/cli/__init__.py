@@ -61,3 +61,5 @@ def main() -> None:
     except OctavoError as error:
         aside.print(f"octavo: {as_option(error)}", style="red")
         sys.exit(2 if isinstance(error, (ConfigError, InvalidRequest)) else 1)
+    except KeyboardInterrupt:  # before a command has begun
+        sys.exit(130)

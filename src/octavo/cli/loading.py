@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from octavo import __version__
-from octavo.cli.options import Html, Png, TraceKind, WorkloadName
+from octavo.cli.options import Html, Png, TraceKind, WorkloadName, writable
 from octavo.cli.terminal import aside, counting, numbers, show_grid
 from octavo.errors import InvalidRequest
 
@@ -122,7 +122,9 @@ def bench_serve(
         float,
         typer.Option(min=0, help="Prompt tokens that one of an answer costs as much as.", rich_help_panel="Figures"),
     ] = 4.0,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures to it.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all figures to it.", callback=writable)
+    ] = None,
     html: Html = None,
     png: Png = None,
 ) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, TextColumn
 
-from octavo.cli.options import SHAPE_HELP, UNGATED, Html, Png, TraceKind, parse_bytes, takes
+from octavo.cli.options import SHAPE_HELP, UNGATED, Html, Json, Png, TraceKind, parse_bytes, takes, writable
 from octavo.cli.terminal import aside, counting, fetch, screen, text_of
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, InvalidRequest, ModelError
@@ -165,9 +165,9 @@ def simulate(
     model: Annotated[str | None, typer.Option(help="Instead, a well-known model; a wrong name lists them.")] = None,
     gpu: Annotated[str, typer.Option(help="On this GPU, by its data sheet; a wrong name lists them.")] = "h100",
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs that each layer is split over.")] = 1,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    json_file: Json = None,
     chrome_trace: Annotated[
-        Path | None, typer.Option(help="Write steps and requests for chrome://tracing to this file.")
+        Path | None, typer.Option(help="Write steps and requests for chrome://tracing to this file.", callback=writable)
     ] = None,
     html: Html = None,
     png: Png = None,

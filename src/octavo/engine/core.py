@@ -135,6 +135,11 @@ class EngineCore:
         """It is `now`, in the seconds of `step`."""
         self.cache.tick(now)
 
+    @property
+    def due_at(self) -> float:
+        """When `tick` has something to do though there is no work."""
+        return self.cache.sessions.first_end
+
     def list_sessions(self, tenant: str | None, limit: int) -> list[SessionInfo]:
         """Sessions of a tenant, or of all (None), the longest idle first."""
         return self.cache.sessions.infos(tenant, limit)

@@ -7,13 +7,15 @@ import statistics
 import threading
 import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from queue import SimpleQueue
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from octavo.engine.page_file import NUM_READINGS, DamagedPage, PageFile
+from octavo.errors import ConfigError
 from octavo.kv_format import KVFormat
 from octavo.ops.api import Bytes, Ops
 from octavo.types import AwaitMove, CopyPage, Moved, MovePage, PageOp, Place, Tier
@@ -23,19 +25,31 @@ _log = logging.getLogger(__name__)
 WARN_EVERY_S = 10.0
 
 
+@contextmanager
+def _wanted(option: str, num_bytes: int) -> Iterator[None]:
+    try:
+        yield
+    except MemoryError:
+        raise ConfigError(option, f"the system does not give {num_bytes:,} bytes: lower {option}") from None
+
+
 class KVStore:
     """The pages of all tiers. A thread copies from tier to tier, move after move, while the engine computes.
 
     A page gets a checksum where it leaves the pool, and is checked whenever it is read from below. A move that cannot
     be done is logged and told as not ok; it never raises.
+
+    Raises ConfigError where there is not so much memory.
     """
 
     def __init__(
         self, ops: Ops, format: KVFormat, num_pages: int, *, num_host_pages: int = 0, disk: PageFile | None = None
     ) -> None:
         self._ops = ops
-        self.pool = ops.allocate_pages(format, num_pages)
-        self.host: Bytes = np.empty((num_host_pages, format.page_bytes), np.uint8)  # mapped as it is written
+        with _wanted("kv_cache_memory_bytes", num_pages * format.page_bytes):
+            self.pool = ops.allocate_pages(format, num_pages)
+        with _wanted("swap_space", num_host_pages * format.page_bytes):
+            self.host: Bytes = np.empty((num_host_pages, format.page_bytes), np.uint8)  # mapped as it is written
         self.disk = disk
         self._checksums = array("Q", bytes(8 * num_host_pages))  # of host pages
         self._moves: SimpleQueue[MovePage | None] = SimpleQueue()

@@ -29,6 +29,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -61,6 +62,8 @@ _log = logging.getLogger("octavo.engine.process")  # where it runs by itself, __
 
 CHUNK = 1 << 20
 """Bytes read at most between two steps: a flood of commands delays no step for long."""
+LONGEST_SLEEP_S = 3600.0
+"""An idle child sleeps no longer at a time: the system does not take every number."""
 COMPILING_S = 0.005
 """How long an idle child that waits for a guide to be compiled lets commands wait."""
 
@@ -363,16 +366,16 @@ class Channel:
             select.select([], [self._socket], [])
             self.flush()
 
-    def receive(self, *, wait: bool, until: float | None = None) -> list[Command]:
+    def receive(self, *, wait: bool, until: float = inf) -> list[Command]:
         """The commands that have come; with `wait`, sleep until there are bytes, or it is `until` (time.monotonic()).
 
         Raises EOFError after the last one.
         """
         while wait:
-            left = None if until is None else max(until - time.monotonic(), 0.0)
+            left = min(max(until - time.monotonic(), 0.0), LONGEST_SLEEP_S)
             readable, _, _ = select.select([self._socket], [self._socket] if self._unsent else [], [], left)
             self.flush()
-            wait = not readable and (until is None or time.monotonic() < until)
+            wait = not readable and time.monotonic() < until
         try:
             data = self._socket.recv(CHUNK)
         except BlockingIOError:
@@ -423,7 +426,8 @@ def serve(engine: Engine, channel: Channel) -> None:
         channel.send(_broke(request_id, error))
 
     while True:
-        commands = channel.receive(wait=not core.has_work and not compiling, until=observing.due_at)
+        due_at = min(core.due_at, observing.due_at)
+        commands = channel.receive(wait=not core.has_work and not compiling, until=due_at)
         core.tick(time.monotonic())
         for command in commands:
             match command:

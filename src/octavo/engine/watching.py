@@ -11,6 +11,7 @@ Nothing is looked at while nobody watches or asks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 
 import msgspec
 
@@ -101,10 +102,10 @@ class Observing:
         self._forest_at = 0.0
 
     @property
-    def due_at(self) -> float | None:
-        """When `tell` has something to do though the engine has not; None is never."""
+    def due_at(self) -> float:
+        """When `tell` has something to do though the engine has not."""
         if self._watch is None:
-            return None if self._forest is None else self._forest_at + FOREST_S
+            return inf if self._forest is None else self._forest_at + FOREST_S
         return self._due_at if self._behind or self._watch.num_changed else self._due_at + IDLE_S
 
     def answer(self, command: LookAtPage | LookAtTree, now: float) -> Page | Branches:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections import ChainMap, abc
 from dataclasses import dataclass
-from heapq import heappop, heappush, nsmallest
+from heapq import heapify, heappop, heappush, nsmallest
 from itertools import chain, islice
 from operator import attrgetter, itemgetter
 
@@ -38,6 +38,8 @@ from octavo.types import (
 
 MIN_SHARE = 64
 """No prompt is admitted beside others if each would then get fewer tokens a step than this."""
+MAX_SKIPPED = 64
+"""Sequences that ended while they waited leave the queue when they are more, and more than those that wait."""
 MAX_WAITS = 32
 """How many waiting sequences may step aside, for a shared page to be computed, before admission stops for this step."""
 
@@ -91,11 +93,11 @@ class Scheduler:
         self._waiting: list[tuple[tuple[int, int, int, int], Sequence]] = []  # a heap; finished entries are skipped
         self._num_waiting = 0
         self._num_filled = 0  # tokens computed of all sequences that have a table
-        self._num_allowed = 0  # tokens that their answers may have
+        self._num_allowed = 0  # token slots that their answers may take
         self._num_found = 0  # pages that were there when they began
         self._num_released = 0  # of these sequences, since the start
         self._forecast, self._outlook = Forecast(), Outlook(cache.block_size)
-        self._spared = (-1, -1, 0)  # a sequence to admit, _num_released, and the pages that must then be left
+        self._spared = (-1, -1, 0)  # a sequence to admit, _num_released, and the pages that the others are to have then
         self._num_arrived = 0
         self._next_seq_id = 0
         self._planned: list[Sequence] = []
@@ -118,7 +120,7 @@ class Scheduler:
     def num_spared(self) -> int:
         """Pages that are left to the running sequences, which are expected to need them, while another waits."""
         head = self._head()
-        return self._spared[2] if head is not None and self._spared[:2] == (head.seq_id, self._num_released) else 0
+        return self._spare if head is not None and self._spared[:2] == (head.seq_id, self._num_released) else 0
 
     @property
     def num_requests(self) -> int:
@@ -371,11 +373,10 @@ class Scheduler:
                 group.request.identity,
                 spare=self._to_spare(sequence),
                 use_cache=not group.scores_prompt,
-                resumed=group.num_cached_tokens is not None,
                 owner=group.request.tenant,
                 session=group.session,
                 request=group.request.request_id,
-                explain=group.unexplained,
+                explain=group.num_cached_tokens is None,
             )
             if admission is not None or self._running or self._aside or self._loading:
                 break
@@ -389,12 +390,28 @@ class Scheduler:
             sequence.write_start = admission.write_start
             sequence.num_at_admission = len(sequence.token_ids)
             found = admission.table.pages[: admission.num_computed // self.cache.block_size]
-            self._hold(sequence, sum(self.cache.pool.refs(page) > 1 for page in found))
-            self._explain(sequence, admission)
-            if group.num_cached_tokens is None:
-                group.num_cached_tokens = admission.num_computed
+            num_own = 1 + (admission.table.load is not None)  # which holds them all as well
+            self._hold(sequence, sum(self.cache.pool.refs(page) > num_own for page in found))
+            if admission.found is not None:
+                self._note(Note(group.request.request_id, "admitted", found=admission.found))
+            if not group.served:
+                group.served = True
                 self.newly_scheduled.append(group.request.request_id)
+            if admission.table.load is None:
+                self._found(sequence)
         return admission
+
+    def _found(self, sequence: Sequence) -> None:
+        """All pages that it came to are there."""
+        group, found, first = sequence.group, sequence.num_computed, sequence.group.num_cached_tokens is None
+        if not group.scores_prompt:
+            self.cache.found(len(sequence.token_ids), found, resumed=not first, session=group.session)
+        if first:
+            group.num_cached_tokens = found
+        if sequence.num_lost:
+            again = max(sequence.num_lost - found, 0)
+            self._note(Note(group.request.request_id, "resumed", sequence.index, again))
+            sequence.num_lost = 0
 
     def _to_spare(self, sequence: Sequence) -> int:
         """Pages to leave when this sequence begins: one for every two that run, or what all are expected to need.
@@ -402,45 +419,67 @@ class Scheduler:
         More may begin than are expected to fit if that pays. Not before a sequence has given its pages back does it
         look again.
         """
-        num_running = len(self._running) + len(self._aside)
-        if not (self._grows and num_running):
+        if not (self._grows and self.num_running):
             return 0
-        cache, soon, num_known = self.cache, (num_running + 1) // 2, len(sequence.token_ids)
-        allowed = sequence.group.max_tokens * sequence.num_ways + self._num_allowed
-        if cache.pages_for(num_known + allowed) + soon <= cache.pool.num_available:
-            return soon
+        cache, num_known = self.cache, len(sequence.token_ids)
+        allowed = self._allowed(sequence) + self._num_allowed
+        if cache.pages_for(num_known + allowed) + self._soon <= cache.pool.num_available:
+            return self._soon
         asked = (sequence.seq_id, self._num_released)
         if self._spared[:2] != asked:
             self._foresee()
             use_cache = not sequence.group.scores_prompt
             found = cache.find(sequence.token_ids, sequence.group.request.identity) if use_cache else []
             num_shared = sum(cache.pool.refs(page) > 0 for page in found)  # the others become its own
-            own, held = cache.pages_for(num_known) - num_shared, cache.num_named - self._num_found
-            room = held + cache.pool.num_available
+            own, room = cache.pages_for(num_known) - num_shared, self._num_own + cache.pool.num_available
             most, step = self._outlook.needed(self._ahead(sequence, num_shared), room)
             steps = max(step - self.stats.num_steps, 0)
             again = num_known - len(found) * cache.block_size + steps
-            pays = most > room and cache.tiers.costs.preempting_pays(num_running, steps, again)
-            self._spared = (*asked, soon if pays else max(most - held - own, soon))
-        return self._spared[2]
+            pays = most > room and cache.tiers.costs.preempting_pays(self.num_running, steps, again)
+            self._spared = (*asked, 0 if pays else most - own)
+        return self._spare
+
+    @property
+    def _num_own(self) -> int:
+        """Pages of all sequences, each counted once."""
+        return self.cache.num_named - self._num_found
+
+    @property
+    def _soon(self) -> int:
+        """A page for every two that run."""
+        return (self.num_running + 1) // 2
+
+    @property
+    def _spare(self) -> int:
+        """Pages of `_spared` that nobody has taken yet."""
+        return max(self._spared[2] - self._num_own, self._soon)
 
     def _ahead(self, sequence: Sequence, num_found: int) -> Ahead:
         """What is expected of a sequence that came to so many pages of others."""
-        group, known, now = sequence.group, len(sequence.token_ids), self.stats.num_steps
-        if sequence.seq_id in self._aside:
-            known = sequence.num_computed + now - sequence.aside_since + 1
+        group, known, now = sequence.group, self._num_known(sequence), self.stats.num_steps
         # the last token needs no slot
         steps = max(self._forecast.to_come(sequence.seq_id, known - group.num_prompt_tokens, group.max_tokens) - 1, 0)
-        pages = self.cache.pages_for(known)
-        pages += sequence.num_ways * (self.cache.pages_for(known + steps) - pages) - num_found
-        return Ahead(now + steps, sequence.seq_id, pages, sequence.num_ways)
+        ways, pages = sequence.num_ways, self.cache.pages_for(known + steps)
+        if ways > 1:  # they part within a page
+            pages += (ways - 1) * (pages - known // self.cache.block_size)
+        return Ahead(now + steps, sequence.seq_id, pages - num_found, ways)
+
+    def _num_known(self, sequence: Sequence) -> int:
+        """Its tokens, with those that it got while it was set aside."""
+        if sequence.seq_id in self._aside:
+            return sequence.num_computed + self.stats.num_steps - sequence.aside_since + 1
+        return len(sequence.token_ids)
+
+    def _allowed(self, sequence: Sequence) -> int:
+        """Token slots that its answers may take; where they part, each but one copies a page."""
+        return sequence.group.max_tokens * sequence.num_ways + (sequence.num_ways - 1) * self.cache.block_size
 
     def _hold(self, sequence: Sequence, num_found: int) -> None:
         """It has pages now, and came to so many of others."""
         sequence.num_found = num_found
         self._unforeseen[sequence.seq_id] = sequence
         self._num_filled += sequence.num_computed
-        self._num_allowed += sequence.group.max_tokens * sequence.num_ways
+        self._num_allowed += self._allowed(sequence)
         self._num_found += num_found
 
     def _let_go(self, sequence: Sequence) -> None:
@@ -451,7 +490,7 @@ class Scheduler:
             self._outlook.remove(sequence.ahead)
             sequence.ahead = None
         self._num_filled -= sequence.num_computed
-        self._num_allowed -= sequence.group.max_tokens * sequence.num_ways
+        self._num_allowed -= self._allowed(sequence)
         self._num_found -= sequence.num_found
 
     def _narrow(self, sequence: Sequence) -> None:
@@ -505,18 +544,21 @@ class Scheduler:
                 del self._loading[sequence.seq_id]
                 if load.complete:
                     sequence.table.load = None
+                    self._found(sequence)
                     self._run(sequence)
                     self._note(Note(sequence.group.request.request_id, "arrived"))
                 else:
-                    sequence.group.unexplained = True
                     self._release(sequence)
                     self._enqueue(sequence)
 
     def _learn(self, plan: StepPlan, seconds: float) -> None:
         """Correct what a token is thought to cost by a step that was mostly prompts."""
-        prompts = plan.slices[self._num_decoding :]
-        counts = [(piece.start, len(piece.token_ids)) for piece in prompts if len(piece.token_ids) > 1]
-        if seconds and counts and sum(count for _, count in counts) >= MIN_SHARE:
+        if not seconds or len(plan.slices) == self._num_decoding:
+            return
+        counts = [(piece.start, len(piece.token_ids)) for piece in plan.slices]
+        counts += [(self._num_known(sequence) - 2, 1) for sequence in self._aside.values()]  # it counts this step
+        num_decoding = self._num_decoding + len(self._aside)
+        if sum(count for _, count in counts) - num_decoding >= max(MIN_SHARE, num_decoding):
             self.cache.tiers.costs.computed(counts, seconds)
 
     def _release(self, sequence: Sequence) -> None:
@@ -548,25 +590,19 @@ class Scheduler:
         """Take the pages of the last of those that wait for their siblings."""
         self._preempt(max(self._parked.values(), key=attrgetter("key")), needy)
 
-    def _explain(self, sequence: Sequence, admission: Admission) -> None:
-        request_id = sequence.group.request.request_id
-        if admission.found is not None:
-            sequence.group.unexplained = False
-            self._note(Note(request_id, "admitted", found=admission.found))
-        if sequence.num_lost:
-            again = max(sequence.num_lost - admission.num_computed, 0)
-            self._note(Note(request_id, "resumed", sequence.index, again))
-            sequence.num_lost = 0
-
     def _note(self, note: Note) -> None:
         if self.cache.tiers.explainer is not None:
             self.notes.append(note)
 
     def _end(self, sequence: Sequence) -> None:
-        if sequence.phase is Phase.WAITING:
-            self._num_waiting -= 1
+        waited = sequence.phase is Phase.WAITING
         self._release(sequence)
         sequence.phase = Phase.FINISHED
+        if waited:
+            self._num_waiting -= 1
+            if len(self._waiting) > 2 * self._num_waiting + MAX_SKIPPED:
+                self._waiting = [entry for entry in self._waiting if entry[1].phase is Phase.WAITING]
+                heapify(self._waiting)
         group = sequence.group
         del group.live[sequence.seq_id]
         if not group.live:
@@ -620,7 +656,7 @@ class Scheduler:
         if parent.table is not None and self._has_place:
             twin.table = self.cache.fork(parent.table)
             twin.num_computed, twin.write_start = parent.num_computed, parent.write_start
-            self._hold(twin, len(twin.table.pages))
+            self._hold(twin, twin.num_computed // self.cache.block_size)  # it is to have a tail of its own
             self._run(twin)
         else:
             self._enqueue(twin)
@@ -679,7 +715,7 @@ class Scheduler:
         foreseen = [sequence.ahead for sequence in holding if sequence.ahead is not None]
         expected = {
             "filled": (self._num_filled, sum(sequence.num_computed for sequence in holding)),
-            "allowed": (self._num_allowed, sum(one.group.max_tokens * one.num_ways for one in holding)),
+            "allowed": (self._num_allowed, sum(map(self._allowed, holding))),
             "found": (self._num_found, sum(sequence.num_found for sequence in holding)),
             "foreseen": (self._outlook.sequences, sorted(one.seq_id for one in foreseen)),
             "unforeseen": (sorted(self._unforeseen), sorted(one.seq_id for one in holding if one.ahead is None)),

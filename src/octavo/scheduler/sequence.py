@@ -128,9 +128,9 @@ class Group:
         "prompt_logprobs",
         "request",
         "searches",
+        "served",
         "session",
         "stop_token_ids",
-        "unexplained",
         "wants_scores",
     )
 
@@ -147,8 +147,8 @@ class Group:
         self.session: Session | None = None
         self.wants_scores = request.params.prompt_logprobs is not None
         self.num_prompt_tokens = len(request.prompt_token_ids)
-        self.num_cached_tokens: int | None = None  # None until the first admission
-        self.unexplained = True  # until it is known what that found
+        self.num_cached_tokens: int | None = None  # None until all is there that was found first
+        self.served = False  # whether it was ever admitted
         self.live: dict[int, Sequence] = {}  # by seq_id, unfinished
         self.prompt_logprobs: list[Sampled] = []
         self.hypotheses: list[Hypothesis] = []  # best first
@@ -163,11 +163,13 @@ class Group:
         live, prompt = list(self.live.values()), self.num_prompt_tokens
         tables = [sequence.table for sequence in live if sequence.table is not None]
         pages = len(tables[0].pages) if len(tables) == 1 else len(set().union(*(table.pages for table in tables)))
+        num_computed = sum(sequence.num_computed for sequence in live)
+        on_its_way = self.num_cached_tokens is None and self.served
         return RequestInfo(
             self.request.request_id,
             max((sequence.told_phase for sequence in live), key=TOLD_PHASES.index),
-            self.num_cached_tokens,
-            sum(sequence.num_computed for sequence in live),
+            num_computed if on_its_way else self.num_cached_tokens,
+            num_computed,
             sum(len(sequence.token_ids) - prompt for sequence in live),
             self.max_tokens,
             pages,
