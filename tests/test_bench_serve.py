@@ -399,11 +399,24 @@ def test_a_server_that_is_not_there_is_told(scripted: Scripted) -> None:
     for options, message in (
         (["--request-rate", "0"], "request_rate: must be numbers above 0"),
         (["--concurrency", "a"], "concurrency: must be whole numbers"),
+        (["--concurrency", "4,0"], "concurrency: must be numbers above 0"),
+        (["--concurrency", "-1"], "concurrency: must be numbers above 0"),
+        (["--name", "a", "--name", "b"], "name: is given 2 times, for 1 servers"),
+        (["--model", "a", "--model", "b"], "model: is given 2 times, for 1 servers"),
         (["--turns", "2", "--trace", "x"], "exclude each other"),
         (["--turns", "2", "--prompts", "tokens"], "must be text in chats and conversations"),
     ):
         result = CliRunner().invoke(app, ["bench", "serve", "--url", scripted.url, *options])
         assert message in str(result.exception)
+
+
+def test_where_nothing_is_answered_the_page_and_the_status_say_so(scripted: Scripted, tmp_path: Path) -> None:
+    scripted.script = [good] + [FAILURES["status 500"]] * 2
+    page = tmp_path / "it.html"
+    command = ["bench", "serve", "--url", scripted.url, "--num-warmups", "0", "--num-requests", "2"]
+    result = CliRunner().invoke(app, [*command, "--html", str(page)])
+    assert result.exit_code == 1 and "2 × status 500" in result.output
+    assert "Failures" in page.read_text() and "2 × status 500" in page.read_text()
 
 
 # ── a real server ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -23,7 +23,9 @@ def of_serving(document: Figures) -> Report:
         ("rounds", f"{document['asked']['rounds']}: medians (least … most)"),
         *_machine(document),
     ]
-    return Report("Servers under load", about, [*served(document), *_served(document)])
+    failed = Grid("Failures", ["server"], [[line] for line in failures(document)])
+    tables = [*served(document), *([failed] if failed.rows else [])]
+    return Report("Servers under load", about, [*tables, *_served(document)])
 
 
 def served(document: Figures) -> list[Grid]:

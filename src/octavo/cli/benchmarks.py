@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from octavo.cli.options import UNGATED, Html, Model, Png, WorkloadName, takes
+from octavo.cli.options import UNGATED, Html, Json, Model, Png, WorkloadName, takes, writable
 from octavo.cli.terminal import aside, counting, fetch, numbers, screen, show_grid, text_of
 from octavo.config import EngineConfig
 from octavo.errors import InvalidRequest
@@ -22,7 +22,7 @@ def throughput(
     model: Model,
     workload: Annotated[WorkloadName, typer.Option(help="What to serve.")] = WorkloadName.mixed,
     requests: Annotated[int | None, typer.Option(min=1, help="How many; the default is the workload's own.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    json_file: Json = None,
     *,
     engine: EngineConfig,
 ) -> None:
@@ -87,7 +87,7 @@ def compare(
     dtypes: Annotated[
         str, typer.Option(metavar="DTYPE,…", help="Compare the first page size with keys and values in these too.")
     ] = "",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    json_file: Json = None,
     html: Html = None,
     png: Png = None,
     *,
@@ -140,7 +140,7 @@ def prefix_cache(
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="How many in a round.")] = 8,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds, in which both engines take turns.")] = 9,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    json_file: Json = None,
     *,
     engine: EngineConfig,
 ) -> None:
@@ -192,10 +192,17 @@ def day(
         list[DayName] | None,
         typer.Option(metavar="CONFIGURATION", help="Play none, prefix or tiers; may be given again."),
     ] = None,
-    plot: Annotated[Path, typer.Option(metavar="FILE", help="Draw the day into this PNG.")] = Path("day.png"),
+    plot: Annotated[Path, typer.Option(metavar="FILE", help="Draw the day into this PNG.", callback=writable)] = Path(
+        "day.png"
+    ),
     json_file: Annotated[
         Path | None,
-        typer.Option("--json", metavar="FILE", help="Write the figures to this file after each configuration."),
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            help="Write the figures to this file after each configuration.",
+            callback=writable,
+        ),
     ] = None,
     resume: Annotated[
         bool,
@@ -261,7 +268,7 @@ def quality(
     ] = None,
     dtypes: Annotated[str, typer.Option(help="Formats to compare with bf16.")] = "fp32,int8,fp8_e4m3,fp8_e5m2,int4",
     lengths: Annotated[str, typer.Option(help="Contexts in which facts are looked for.")] = "512,1024,2048,4096,8192",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    json_file: Json = None,
     *,
     engine: EngineConfig,
 ) -> None:
@@ -299,9 +306,9 @@ def quality(
 @takes(max_num_seqs=32, without=(UNGATED,))
 def calibrate(
     model: Model,
-    json_file: Annotated[Path, typer.Option("--json", help="Write what was found to this file.")] = Path(
-        "calibration.json"
-    ),
+    json_file: Annotated[
+        Path, typer.Option("--json", help="Write what was found to this file.", callback=writable)
+    ] = Path("calibration.json"),
     repeats: Annotated[int, typer.Option(min=1, help="How often each size is timed.")] = 2,
     *,
     engine: EngineConfig,
