@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from octavo import cli
 from octavo.cli.options import TraceKind
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, InvalidRequest
 from octavo.simulator.cost import Load, Measured, load_of
 from octavo.simulator.simulate import Simulation
 from octavo.simulator.traces import READERS
@@ -49,6 +49,18 @@ def test_figures_are_printed_and_written(tmp_path: Path) -> None:
 def test_a_workload_at_a_rate(tmp_path: Path) -> None:
     printed = simulate("mixed", "--requests", "20", "--rate", "2", *GPUS)
     assert "20 of 20" in printed
+
+
+def test_no_request_is_longer_than_the_models_context(tmp_path: Path) -> None:
+    row = "2023-11-16 18:15:52,{},10\n"
+    (tmp_path / "trace.csv").write_text(AZURE + row.format(4086) + row.format(4087))
+    options = ["--model", "Llama-2-7B", "--gpu", "H100"]
+    assert "4 of 5" in (printed := simulate(str(tmp_path / "trace.csv"), *options)) and "1 were refused" in printed
+    command = ["simulate", "mixed", *options, "--max-model-len", "4097"]
+    with pytest.raises(ConfigError, match="max_model_len: 4097 tokens are more than the model's context of 4096"):
+        CliRunner().invoke(cli.app, command, catch_exceptions=False)
+    with pytest.raises(InvalidRequest, match="mixd is no file, and no workload: those are mixed, "):
+        CliRunner().invoke(cli.app, ["simulate", "mixd", *options], catch_exceptions=False)
 
 
 def test_a_calibration_says_what_steps_take(tmp_path: Path) -> None:

@@ -52,6 +52,15 @@ def test_pages_of_another_size_take_other_times() -> None:
         cost().at("fp32", 16)
 
 
+def test_gpus_beyond_the_heads_of_keys_and_values_keep_copies() -> None:
+    """As a plan has it: eight heads over sixteen GPUs take twice the bytes, and three GPUs cannot share them."""
+    model = MODELS["llama-3.1-70b"].model
+    eight, sixteen = (Sheet(model, GPUS["h100"], count, "bf16", 16).format for count in (8, 16))
+    assert sixteen.token_bytes == 2 * eight.token_bytes == 655_360
+    with pytest.raises(ConfigError, match="tensor_parallel_size: 3 devices cannot share 64 heads over 8"):
+        Sheet(model, GPUS["h100"], 3, "bf16", 16)
+
+
 def test_a_sheet_is_bound_by_reading_or_by_multiplying() -> None:
     """Llama 3.1 70B: 70.55 billion weights, 327,680 bytes of keys and values a token."""
     one, four = (Sheet(MODELS["llama-3.1-70b"].model, GPUS["h100"], count, "bf16", 16) for count in (1, 4))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from difflib import get_close_matches
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, TextColumn
 
-from octavo.cli.options import SHAPE_HELP, UNGATED, Html, Png, TraceKind, parse_bytes, takes
-from octavo.cli.terminal import aside, counting, fetch, screen, text_of
+from octavo.cli.options import SHAPE_HELP, UNGATED, Html, Json, Png, TraceKind, parse_bytes, takes, writable
+from octavo.cli.terminal import aside, counting, fetch, screen, show, text_of
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, InvalidRequest, ModelError
 
@@ -87,6 +87,10 @@ def plan(
         return
     if model is None:
         raise InvalidRequest("model", "name one: octavo plan MODEL, or see octavo plan --list")
+    if measure and not page_sizes:
+        raise ConfigError("measure", "goes with --page-sizes")
+    if (why := _nothing_to_page(Path(model).expanduser())) is not None:
+        raise ModelError(model, why)
     shape = _shape(model)
     engine = replace(engine, kv_cache_dtype="bf16" if kv_cache_dtype == "fp16" else kv_cache_dtype)
     wanted = sums.each_of(lengths, prompt_tokens, output_tokens, shared_tokens)
@@ -108,7 +112,7 @@ def plan(
         screen.print(json.dumps(document(model, shape, plans), indent=1))
         return
     for line in lines(model, shape, plans):
-        screen.print(line)
+        show(line)
 
 
 def _page_sizes(model: str, shape: Shape, engine: EngineConfig, wanted: list[Demand], measure: bool, js: bool) -> None:
@@ -128,14 +132,14 @@ def _page_sizes(model: str, shape: Shape, engine: EngineConfig, wanted: list[Dem
         screen.print(json.dumps(figures, indent=1))
         return
     for line in report(costs, measured):
-        screen.print(line)
+        show(line)
 
 
 def _shape(model: str) -> Shape:
     """What is known of a model without loading it."""
     from octavo.models import catalog
     from octavo.planner.known import MODELS, Shape
-    from octavo.planner.memory import read_shape
+    from octavo.planner.shapes import read_shape
 
     path = Path(model).expanduser()
     if model in catalog.MODELS or path.suffix == ".gguf":
@@ -165,9 +169,9 @@ def simulate(
     model: Annotated[str | None, typer.Option(help="Instead, a well-known model; a wrong name lists them.")] = None,
     gpu: Annotated[str, typer.Option(help="On this GPU, by its data sheet; a wrong name lists them.")] = "h100",
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs that each layer is split over.")] = 1,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    json_file: Json = None,
     chrome_trace: Annotated[
-        Path | None, typer.Option(help="Write steps and requests for chrome://tracing to this file.")
+        Path | None, typer.Option(help="Write steps and requests for chrome://tracing to this file.", callback=writable)
     ] = None,
     html: Html = None,
     png: Png = None,
@@ -224,12 +228,18 @@ def _cost(
             config = config.for_model(config.max_model_len)
         return Measured.open(calibration).at(config.kv_cache_dtype, config.block_size), config
     dense = {name: shape.model for name, shape in MODELS.items() if shape.experts == 1}
-    for option, name, known in (("model", model, dense), ("gpu", gpu, GPUS)):
-        if name not in known:
-            raise ConfigError(option, f"{name!r} is not known: there are {', '.join(known)}")
+    model, gpu = _known("model", str(model), dense), _known("gpu", gpu, GPUS)
     dtype = ALIASES.get(config.kv_cache_dtype, config.kv_cache_dtype)
-    config = config.for_model(dense[str(model)].context_length)
-    return Sheet(dense[str(model)], GPUS[gpu], count, dtype, config.block_size), config
+    context = dense[model].context_length
+    config = replace(config.for_model(context), max_model_len=config.longest(context))
+    return Sheet(dense[model], GPUS[gpu], count, dtype, config.block_size), config
+
+
+def _known(option: str, name: str, table: Mapping[str, Any]) -> str:
+    """The name as a table has it, in small letters. Raises ConfigError."""
+    if name.lower() not in table:
+        raise ConfigError(option, f"{name!r} is not known: there are {', '.join(table)}")
+    return name.lower()
 
 
 def arrivals_of_trace(
@@ -241,6 +251,8 @@ def arrivals_of_trace(
     if trace in WORKLOADS and not Path(trace).exists():
         _, work = WORKLOADS[trace].draw(requests, 49_152, seed)
         arrivals = arrivals_of(work)
+    elif not Path(trace).exists():
+        raise InvalidRequest("trace", f"{trace} is no file, and no workload: those are {', '.join(WORKLOADS)}")
     else:
         arrivals = read(Path(trace), kind and kind.value, chars_per_token=chars_per_token)
     return arrivals if rate is None else paced(arrivals, rate, seed)
@@ -335,8 +347,7 @@ def advise(
         )
     else:
         name, arrivals = lengths, trials.of_lengths(lengths, shared_tokens, requests, rate, engine.seed)
-    if gpu is not None and gpu not in GPUS:
-        raise ConfigError("gpu", f"{gpu!r} is not known: there are {', '.join(GPUS)}")
+    gpu = gpu and _known("gpu", gpu, GPUS)
     where: Device | int = available_memory()
     if gpu is not None:
         where = Device(gpu, memory or GPUS[gpu].memory_bytes, tensor_parallel_size, 1.0 if memory else MEMORY_SHARE)

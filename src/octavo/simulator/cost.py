@@ -174,13 +174,15 @@ class Sheet:
     """A model in bf16 on `count` GPUs, each layer split over all: a step takes the larger of the times to read and to
     multiply what it must, and the time to add the layers' halves up, twice a layer.
 
-    Weights of `weight_bytes` in all are read as such, and multiplied like others.
+    Weights of `weight_bytes` in all are read as such, and multiplied like others. Raises ConfigError for heads that so
+    many GPUs cannot share.
     """
 
     def __init__(
         self, model: ModelConfig, gpu: Gpu, count: int, dtype: str, block_size: int, *, weight_bytes: int | None = None
     ) -> None:
-        self.format = KVFormat(dtype, model.num_layers, model.num_kv_heads, model.head_dim, block_size)
+        kv_heads = count * model.divided(count).num_kv_heads  # with the copies that each GPU has of one
+        self.format = KVFormat(dtype, model.num_layers, kv_heads, model.head_dim, block_size)
         q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         layer = model.hidden_size * (2 * q + 2 * kv + 3 * model.intermediate_size)
         head = model.hidden_size * model.vocab_size
