@@ -109,6 +109,25 @@ def test_where_memory_is_plenty_paging_buys_nothing() -> None:
     assert found.config == config
 
 
+@pytest.mark.parametrize("rate", [None, 1.0])
+def test_embeddings_run_though_each_takes_a_single_step(rate: float | None) -> None:
+    """Answers of one token: a request that begins and ends within a step was running in it, reserved or paged."""
+    arrivals = trials.of_lengths("100+1", 0, 20, rate, 1)
+    config = EngineConfig(max_model_len=512, kv_cache_memory_bytes=8 * 512 * TOKEN_BYTES, max_num_batched_tokens=400)
+    found = trials.advice("embeddings", SHAPE, config, arrivals, 8 * GIB, COST)
+    assert found.paging_gain == pytest.approx(1, abs=0.02) and not found.pays
+    assert found.result.most_running >= 1 and found.result.running > 0.05
+    assert not any("cannot be had" in said for said in found.paging)
+
+
+def test_sequences_at_once_are_a_mean_over_time() -> None:
+    """Two one after the other: as one is there from its start to its end, there is one at all times."""
+    arrivals = trials.of_lengths("10+20", 0, 2, None, 1)
+    one_by_one = EngineConfig(max_num_seqs=1, max_model_len=64, kv_cache_memory_bytes=64 * TOKEN_BYTES)
+    found = trials.simulated(one_by_one, COST, arrivals, 8192)
+    assert found.most_running == 1 and found.running == pytest.approx(1)
+
+
 def test_answers_that_fill_what_prompts_leave_need_no_advice() -> None:
     """All begin together: no more run than will fit, as computing again costs more than a larger batch gains."""
     arrivals = trials.of_lengths("128+128", 0, 48, None, 1)

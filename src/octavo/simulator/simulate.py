@@ -299,13 +299,14 @@ class _Open:
 
 @dataclass(slots=True)
 class Figures:
-    """What is counted while a trace runs. Times in seconds."""
+    """What is counted while a trace runs. Times in seconds; `most_running`: sequences that a step served at most."""
 
     num_arrived: int = 0
     num_finished: int = 0
     num_refused: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    most_running: int = 0
     queue: Histogram = field(default_factory=Histogram)
     first_token: Histogram = field(default_factory=Histogram)
     inter_token: Histogram = field(default_factory=Histogram)
@@ -441,7 +442,7 @@ class Simulation:
     def _count(self, outputs: list[Output], steady: int, start: float) -> None:
         """Take outputs in, and `steady` more from those who got a token in the step before as well."""
         figures, now, requests = self.figures, self.now, self._open
-        num_tokens = steady + len(outputs)
+        num_tokens, before = steady + len(outputs), figures.num_finished
         for output in outputs:
             one = requests[output.request_id]
             if one.latest == start:
@@ -458,6 +459,8 @@ class Simulation:
                 figures.whole.add(now - one.at)
                 if self._chrome is not None:
                     self._chrome.request(output.request_id, (one.at, one.scheduled, one.first, now))
+        ran = self.core.scheduler.num_running + figures.num_finished - before
+        figures.most_running = max(figures.most_running, ran)
         self._ended(start, num_tokens, steady)
 
     def _ended(self, start: float, num_tokens: int, steady: int) -> None:
