@@ -466,7 +466,7 @@ def test_a_real_server_counts_the_same(real: Served, tmp_path: Path) -> None:
     assert real.metric("generation_tokens_total") - before == 2 * 512 + (1 + 4) * 4  # a first one, four to warm up
     assert "output tokens/s" in result.output and (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
     again = report.page(charts.of_serving(json.loads(json.dumps(document))))
-    assert again == (tmp_path / "it.html").read_text()
+    assert again == (tmp_path / "it.html").read_text() and "<dd>e2el:1e9<dt>price an hour<dd>1.0" in again
 
 
 def test_conversations_with_a_real_server_find_what_was_said(real: Served, tmp_path: Path) -> None:

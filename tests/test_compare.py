@@ -63,6 +63,7 @@ def test_layouts_are_compared(model_path: Path, tmp_path: Path) -> None:
     assert plain["planned"]["running"] == pytest.approx(
         80 / ((16 * 34 + 16 * 35 + 16 * 36 + 16 * 37) / 64 + 0.5), rel=0.02
     )
+    assert "--max-model-len 640 " in (tmp_path / "it.html").read_text()
     for line in result["summary"]:
         assert (
             line["name"] in printed.output

@@ -38,11 +38,13 @@ def test_figures_are_printed_and_written(tmp_path: Path) -> None:
     printed = simulate(str(tmp_path / "trace.jsonl"), *GPUS, *files)
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["whole"] and figures["finished"] == 3
+    assert (figures["model"], figures["on"], figures["rate"]) == ("llama-3.1-70b", "4 × h100", None)
     assert figures["hit_tokens"] == 1024 and figures["hit_rate"] == 1024 / 2150
     assert "3 of 3" in printed and f"{100 * figures['hit_rate']:.1f} % of the prompts' tokens" in printed
     assert figures["num_pages"] == (4 * 80 * 10**9 * 9 // 10 - 2 * 70_552_387_584) // (16 * 327_680)
     assert json.loads((tmp_path / "chrome.json").read_text())
     page = (tmp_path / "it.html").read_text()
+    assert "<dd>llama-3.1-70b on 4 × h100<" in page and "<dd>--max-model-len 131072<" in page
     assert page.count("<svg") == 3 and f"{figures['num_pages']:,}; " in page  # the memory, its waste, the sequences
 
 
@@ -71,6 +73,9 @@ def test_a_calibration_says_what_steps_take(tmp_path: Path) -> None:
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["num_pages"] == ((1 << 20) - 1000) // 256
     assert figures["computed_tokens"] == 374 + 396 + 1 + 43 + 108
+    for words in (["--gpu", "h100"], ["--tensor-parallel-size", "2"]):
+        with pytest.raises(ConfigError, match="calibration: is of its own machine"):
+            CliRunner().invoke(cli.app, ["simulate", "mixed", *options, *words], catch_exceptions=False)
 
 
 def test_reservations_are_simulated_as_such(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from array import array
 from pathlib import Path
 
@@ -41,6 +42,30 @@ def test_a_calibration_comes_back_from_its_file(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["machine"] == {"cores": 2}
     path.write_text("{}")
     with pytest.raises(ConfigError, match="is no file of octavo bench calibrate"):
+        Measured.open(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("draw_s", math.nan),
+        ("pair_s", -1.0),
+        ("seen_s", "many"),
+        ("knots", []),
+        ("knots", [[1, 0.1]]),
+        ("knots", [[1, 0.1], [1, 0.2]]),
+        ("knots", [[1, 0.1], [2, math.inf]]),
+        ("load_s", {"host": -1.0}),
+        ("memory_bytes", 0),
+    ],
+)
+def test_figures_that_are_no_times_are_refused(tmp_path: Path, name: str, value: object) -> None:
+    path = tmp_path / "costs.json"
+    cost().save(path)
+    figures = json.loads(path.read_text())
+    figures["cost"][name] = value
+    path.write_text(json.dumps(figures))
+    with pytest.raises(ConfigError, match=r"calibration: .* is no file of octavo bench calibrate"):
         Measured.open(path)
 
 

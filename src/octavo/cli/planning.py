@@ -167,7 +167,10 @@ def simulate(
     chars_per_token: Annotated[float, typer.Option(min=0.1, help="Where a trace has texts only.")] = 4.0,
     calibration: Annotated[Path | None, typer.Option(help="What steps take: a file of octavo bench calibrate.")] = None,
     model: Annotated[str | None, typer.Option(help="Instead, a well-known model; a wrong name lists them.")] = None,
-    gpu: Annotated[str, typer.Option(help="On this GPU, by its data sheet; a wrong name lists them.")] = "h100",
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="On this GPU, by its data sheet; a wrong name lists them.", show_default="h100"),
+    ] = None,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs that each layer is split over.")] = 1,
     json_file: Json = None,
     chrome_trace: Annotated[
@@ -198,7 +201,9 @@ def simulate(
             simulation.run(shown)
         except KeyboardInterrupt:
             whole = False
-    figures = {"trace": trace, "whole": whole, "engine": asdict(engine), **simulation.report()}
+    on = str(calibration) if model is None else f"{tensor_parallel_size} × {gpu or DEFAULT_GPU}"
+    asked = {"model": getattr(cost, "model", model), "on": on, "rate": rate}
+    figures = {"trace": trace, "whole": whole, **asked, "engine": asdict(engine), **simulation.report()}
     if json_file is not None:
         json_file.write_text(json.dumps(figures) + "\n")
     lines = list(_simulated(figures))
@@ -210,8 +215,11 @@ def simulate(
         raise typer.Exit(130)
 
 
+DEFAULT_GPU = "h100"
+
+
 def _cost(
-    calibration: Path | None, model: str | None, gpu: str, count: int, config: EngineConfig
+    calibration: Path | None, model: str | None, gpu: str | None, count: int, config: EngineConfig
 ) -> tuple[Cost, EngineConfig]:
     """What steps take, and the configuration with the pages of its layout."""
     from octavo.gpus import GPUS
@@ -222,17 +230,24 @@ def _cost(
     if (calibration is None) == (model is None):
         raise ConfigError("model", "name either a well-known model, or a --calibration file")
     if calibration is not None:
+        _alone(gpu, count)
         if config.kv_layout == "contiguous":
             if config.max_model_len is None:
                 raise ConfigError("max_model_len", "is what a reservation holds: kv_layout contiguous needs it here")
             config = config.for_model(config.max_model_len)
         return Measured.open(calibration).at(config.kv_cache_dtype, config.block_size), config
     dense = {name: shape.model for name, shape in MODELS.items() if shape.experts == 1}
-    model, gpu = _known("model", str(model), dense), _known("gpu", gpu, GPUS)
+    model, gpu = _known("model", str(model), dense), _known("gpu", gpu or DEFAULT_GPU, GPUS)
     dtype = ALIASES.get(config.kv_cache_dtype, config.kv_cache_dtype)
     context = dense[model].context_length
     config = replace(config.for_model(context), max_model_len=config.longest(context))
     return Sheet(dense[model], GPUS[gpu], count, dtype, config.block_size), config
+
+
+def _alone(gpu: str | None, count: int) -> None:
+    """Raises ConfigError for GPUs beside a calibration."""
+    if gpu is not None or count > 1:
+        raise ConfigError("calibration", "is of its own machine: gpu and tensor_parallel_size go without it")
 
 
 def _known(option: str, name: str, table: Mapping[str, Any]) -> str:
@@ -354,6 +369,7 @@ def advise(
     elif memory is not None:
         where = Device("given", memory, tensor_parallel_size)
     if calibration is not None:
+        _alone(gpu, tensor_parallel_size)
         cost_of = trials.timed(shape, Measured.open(calibration))
     else:
         cores = processor(available_cores(), memory or available_memory())
@@ -419,6 +435,7 @@ def _simulated(of: dict[str, Any]) -> Iterator[tuple[str, str]]:
             return "–"
         return ", ".join(f"{key} {factor * times[key]:,.1f} {unit}" for key in ("p50", "p90", "p99"))
 
+    yield "simulated", f"{of['model']} on {of['on']}" + (f", {of['rate']:g} requests a second" if of["rate"] else "")
     refused = f"; {of['refused']:,} were refused as too long" if of["refused"] else ""
     yield "requests", f"{of['finished']:,} of {of['requests']:,}, {of['requests_per_s']:.2f} a second{refused}"
     yield "time", f"{of['seconds']:,.1f} s in {of['wall_s']:.1f} s: {of['times_real_time']:,.0f} times real time"

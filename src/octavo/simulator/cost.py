@@ -6,9 +6,11 @@ Plain sums over what a step computes. Nothing is scheduled here and nothing meas
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -134,13 +136,22 @@ class Measured:
         figures = {**asdict(self), "load_s": {tier.name.lower(): seconds for tier, seconds in self.load_s.items()}}
         path.write_text(json.dumps({"cost": figures, **about}, indent=1) + "\n")
 
+    def _check(self) -> None:
+        """Raises ValueError for figures that are no times, or no sizes."""
+        f, (rows, lines) = self.format, zip(*self.knots, strict=True)
+        times = (*lines, self.draw_s, self.seen_s, self.pair_s, self.stored_s, *self.load_s.values())
+        sizes = (self.memory_bytes, f.num_layers, f.num_kv_heads, f.head_dim, f.block_size, f.page_bytes)
+        ascend = len(rows) > 1 and all(before < after for before, after in pairwise(rows))
+        if not (ascend and all(map(math.isfinite, times)) and min(times) >= 0 and min(sizes) > 0):
+            raise ValueError("has a time or a size that is none")
+
     @classmethod
     def open(cls, path: Path) -> Measured:
         """Raises ConfigError("calibration")."""
         try:
             figures = json.loads(path.read_text())["cost"]
             kept = tuple(figures["format"]["bf16_layers"])
-            return cls(
+            found = cls(
                 **{
                     **figures,
                     "format": KVFormat(**figures["format"] | {"bf16_layers": kept}),
@@ -148,6 +159,8 @@ class Measured:
                     "load_s": {Tier[name.upper()]: seconds for name, seconds in figures["load_s"].items()},
                 }
             )
+            found._check()
+            return found
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ConfigError("calibration", f"{path} is no file of octavo bench calibrate: {error!r}") from error
 
