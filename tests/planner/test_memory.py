@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import random
 import tracemalloc
 from array import array
@@ -332,6 +333,21 @@ def test_other_decoders_are_read_too() -> None:
 def test_models_that_the_sums_are_not_for_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         shape_of(Path("x"), tiny.config("llama") | changes)
+
+
+def test_weights_that_lie_there_twice_or_not_yet_count_once(tmp_path: Path) -> None:
+    shape = tiny.config("llama")
+    tiny.write_folder(tmp_path, shape, tiny.tensors(shape), shards=2)
+    one, two = sorted(tmp_path.glob("*.safetensors"))
+    whole = read_shape(tmp_path).weight_bytes
+    (tmp_path / "consolidated.safetensors").write_bytes(one.read_bytes())
+    assert read_shape(tmp_path).weight_bytes == whole
+    two.unlink()
+    with pytest.raises(ModelError, match="tells neither all files nor their size"):
+        read_shape(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"metadata": {"total_size": 12_345}}))
+    assert read_shape(tmp_path).weight_bytes == 12_345
 
 
 FAMILIES: dict[str, tuple[dict[str, Any], float, int]] = {  # config.json; published parameters, bytes a token in bf16

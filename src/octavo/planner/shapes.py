@@ -53,6 +53,11 @@ def read_shape(path: Path) -> Shape:
     Raises ModelError for models whose keys and values are not kept for every layer and token.
     """
     file = path / "config.json" if path.is_dir() else path
+    weights = _weight_bytes(path) if path.is_dir() else 0
+    return shape_of(file, _read(file))._replace(weight_bytes=weights or None)
+
+
+def _read(file: Path) -> dict[str, Any]:
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -61,8 +66,22 @@ def read_shape(path: Path) -> Shape:
         raise ModelError(file, f"cannot be read as JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ModelError(file, "must hold a JSON object")
-    weights = sum(_data_bytes(part) for part in path.glob("*.safetensors")) if path.is_dir() else 0
-    return shape_of(file, raw)._replace(weight_bytes=weights or None)
+    return raw
+
+
+def _weight_bytes(folder: Path) -> int:
+    """Of the files that its index names, or of its one file: others beside them hold the same once more."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        whole = folder / "model.safetensors"
+        return sum(map(_data_bytes, [whole] if whole.exists() else folder.glob("*.safetensors")))
+    raw = _read(index)
+    try:
+        parts = [folder / str(name) for name in set(raw["weight_map"].values())]
+        there = all(part.is_file() for part in parts)
+        return sum(map(_data_bytes, parts)) if there else int(raw["metadata"]["total_size"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(index, f"tells neither all files nor their size: {error!r}") from error
 
 
 def shape_of(path: Path, raw: dict[str, Any]) -> Shape:
