@@ -68,6 +68,7 @@ class PricedExecutor:
         self.aside = NOTHING
         self._cost = cost
         self._moves: deque[tuple[float, Moved]] = deque()  # with their ends, in order
+        self._ends: dict[int, float] = {}  # of the same, by their numbers
 
     def execute(self, plan: StepPlan) -> StepResult:
         if plan.page_ops:
@@ -83,7 +84,8 @@ class PricedExecutor:
             self.now = max(self.now, self._moves[0][0])
         ended = []
         while self._moves and self._moves[0][0] <= self.now:
-            ended.append(self._moves.popleft()[1])
+            ended.append(moved := self._moves.popleft()[1])
+            del self._ends[moved.number]
         return StepResult([_answer(piece) for piece in plan.slices], ended, seconds)
 
     def glide(self, load: Load) -> float:
@@ -93,6 +95,7 @@ class PricedExecutor:
 
     def close(self) -> None:
         self._moves.clear()
+        self._ends.clear()
 
     def _begin(self, page_ops: Sequence[PageOp]) -> None:
         for op in page_ops:
@@ -100,8 +103,9 @@ class PricedExecutor:
                 seconds = self._cost.move_s(max(op.source.tier, op.target.tier))
                 end = max(self.now, self._moves[-1][0] if self._moves else 0.0) + seconds
                 self._moves.append((end, Moved(op.number, True, seconds)))
+                self._ends[op.number] = end
             elif not isinstance(op, CopyPage):  # a copy inside the pool is a small part of reading it
-                self.now = max([self.now, *(end for end, moved in self._moves if moved.number == op.number)])
+                self.now = max(self.now, self._ends.get(op.number, 0.0))
 
 
 def _answer(piece: Slice) -> SliceResult:
