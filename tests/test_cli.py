@@ -454,6 +454,11 @@ def test_no_figure_is_cut_however_many_devices(monkeypatch: pytest.MonkeyPatch) 
     assert re.search(r"^weights +(16,060,522,496 *){6}$", out, re.MULTILINE)
 
 
+def test_a_pool_beyond_the_memory_is_told() -> None:
+    status, out, _ = octavo("plan", "smollm2-135m", "--kv-cache-memory-bytes", "100TB")
+    assert status == 0 and out.endswith("Weights and pool are more than the memory.\n")
+
+
 def test_an_encoder_has_no_plan(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     status, out, err = octavo("plan", tmp_path)

@@ -322,6 +322,7 @@ def test_an_encoder_is_advised_not_to_page(tmp_path: Path, as_json: bool) -> Non
         (["--lengths", "100+1", "--shared-tokens", "101", *GPU], "shared_tokens: 101 are more than a prompt has"),
         (["mixed", "--model", "llama-3.1-8b", "--gpu", "l5"], "gpu: 'l5' is not known: there are t4, v100"),
         (["mixed", "--model", "llama-3.1-70b", "--gpu", "l4"], "memory: 141,107,412,992 bytes of weights"),
+        (["mixed", "--model", "llama-3.2-1b", "--tensor-parallel-size", "2"], "tensor_parallel_size: needs --gpu"),
         (["mixed", *GPU, "--calibration", "x"], "calibration: is of its own machine"),
         (["--lengths", "9000+1", *GPU], "max_model_len: no request of this workload fits into 4,096 tokens"),
     ],

@@ -414,6 +414,8 @@ def test_files_that_are_no_shape_are_refused(tmp_path: Path) -> None:
             read_shape(file)
     with pytest.raises(ModelError, match="cannot be read"):
         read_shape(tmp_path / "none.json")
+    file.write_text("\ufeff" + json.dumps(tiny.config("llama")))  # as some editors save it
+    assert read_shape(file).model.num_layers == tiny.config("llama")["num_hidden_layers"]
 
 
 def test_lengths_are_read_from_a_list() -> None:

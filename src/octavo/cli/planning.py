@@ -16,7 +16,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn
 
 from octavo.cli.options import SHAPE_HELP, UNGATED, Html, Json, Png, TraceKind, parse_bytes, takes, writable
-from octavo.cli.terminal import aside, counting, fetch, screen, show, text_of
+from octavo.cli.terminal import aside, counting, fetch, screen, show
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, InvalidRequest, ModelError
 
@@ -101,8 +101,7 @@ def plan(
     devices += [sums.gpu(name, tensor_parallel_size, gpu_memory_utilization) for name in gpu or ()]
     if memory is not None:
         devices.append(sums.Device("given", memory, tensor_parallel_size))
-    if not devices and tensor_parallel_size > 1:
-        raise ConfigError("tensor_parallel_size", "needs --gpu or --memory: this engine computes in one process")
+    _in_one_process(tensor_parallel_size, not devices)
     told = kv_cache_dtype if kv_cache_dtype == "fp16" else ""
     plans = [
         sums.plan(shape, engine, wanted, where, weight_dtype=weight_dtype, kv_dtype=told)
@@ -113,6 +112,12 @@ def plan(
         return
     for line in lines(model, shape, plans):
         show(line)
+
+
+def _in_one_process(count: int, here: bool) -> None:
+    """Raises ConfigError for several devices where the model is to run here."""
+    if here and count > 1:
+        raise ConfigError("tensor_parallel_size", "needs --gpu or --memory: this engine computes in one process")
 
 
 def _page_sizes(model: str, shape: Shape, engine: EngineConfig, wanted: list[Demand], measure: bool, js: bool) -> None:
@@ -363,6 +368,7 @@ def advise(
     else:
         name, arrivals = lengths, trials.of_lengths(lengths, shared_tokens, requests, rate, engine.seed)
     gpu = gpu and _known("gpu", gpu, GPUS)
+    _in_one_process(tensor_parallel_size, gpu is None and memory is None)
     where: Device | int = available_memory()
     if gpu is not None:
         where = Device(gpu, memory or GPUS[gpu].memory_bytes, tensor_parallel_size, 1.0 if memory else MEMORY_SHARE)
@@ -398,15 +404,12 @@ def advise(
 def _nothing_to_page(path: Path) -> str | None:
     """Why a model's config.json, or a pipeline's model_index.json, has no use for pages."""
     from octavo.planner.advisor import nothing_to_page
+    from octavo.planner.shapes import read_object
 
     files = [path / "model_index.json", path / "config.json"] if path.is_dir() else [path]
     for file in files:
         if file.suffix == ".json" and file.is_file():
-            try:
-                raw = json.loads(text_of(file))
-            except ValueError as error:
-                raise ModelError(file, f"cannot be read as JSON: {error}") from error
-            return nothing_to_page(raw) if isinstance(raw, dict) else None
+            return nothing_to_page(read_object(file))
     return None
 
 

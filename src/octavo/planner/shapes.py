@@ -54,12 +54,13 @@ def read_shape(path: Path) -> Shape:
     """
     file = path / "config.json" if path.is_dir() else path
     weights = _weight_bytes(path) if path.is_dir() else 0
-    return shape_of(file, _read(file))._replace(weight_bytes=weights or None)
+    return shape_of(file, read_object(file))._replace(weight_bytes=weights or None)
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
+    """What a JSON file holds. Raises ModelError where that is no object."""
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = json.loads(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ModelError(file, f"cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -75,7 +76,7 @@ def _weight_bytes(folder: Path) -> int:
     if not index.exists():
         whole = folder / "model.safetensors"
         return sum(map(_data_bytes, [whole] if whole.exists() else folder.glob("*.safetensors")))
-    raw = _read(index)
+    raw = read_object(index)
     try:
         parts = [folder / str(name) for name in set(raw["weight_map"].values())]
         there = all(part.is_file() for part in parts)
