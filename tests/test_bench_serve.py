@@ -27,7 +27,7 @@ from octavo.bench import charts, loads, report
 from octavo.bench.figures import Outcome, Price, figures, goals, spread, summary
 from octavo.bench.loads import Load, Talk
 from octavo.bench.report import Grid, Plot, Report, Series
-from octavo.bench.serve import Plan, Target, measure, summarise
+from octavo.bench.serve import Plan, Target, measure, summarise, warnings
 from octavo.bench.wire import series
 from octavo.bench.workloads import WORKLOADS, Work
 from octavo.cli import app
@@ -416,6 +416,8 @@ def test_where_nothing_is_answered_the_page_and_the_status_say_so(scripted: Scri
     command = ["bench", "serve", "--url", scripted.url, "--num-warmups", "0", "--num-requests", "2"]
     result = CliRunner().invoke(app, [*command, "--html", str(page)])
     assert result.exit_code == 1 and "2 × status 500" in result.output
+    quick = {"completed": 0, "client_cpu_share": 0.99, "max_late_ms": 0.0, "short_answers": 0}
+    assert not list(warnings([{"name": "refuses at once", "runs": [quick]}]))
     assert "Failures" in page.read_text() and "2 × status 500" in page.read_text()
 
 

@@ -65,6 +65,29 @@ def test_no_request_is_longer_than_the_models_context(tmp_path: Path) -> None:
         CliRunner().invoke(cli.app, ["simulate", "mixd", *options], catch_exceptions=False)
 
 
+def test_layers_that_stay_in_bf16_make_pages_larger(tmp_path: Path) -> None:
+    options = ["mixed", "--requests", "2", "--model", "llama-3.1-8b", "--kv-cache-dtype", "int8"]
+    kept = [
+        "--kv-cache-memory-bytes",
+        "1GiB",
+        "--kv-cache-dtype-skip-layers",
+        "0",
+        "--kv-cache-dtype-skip-layers",
+        "31",
+    ]
+    simulate(*options, *kept, "--json", str(tmp_path / "figures.json"))
+    page = 16 * (30 * 8 * (2 * 128 + 2 * 2) + 2 * 8 * 128 * 2 * 2)
+    assert json.loads((tmp_path / "figures.json").read_text())["num_pages"] == (1 << 30) // page
+    cost(16).save(tmp_path / "costs.json")
+    for timed, why in (
+        (["--calibration", str(tmp_path / "costs.json")], "were not timed"),
+        (GPUS, "80 layers, not one"),
+    ):
+        command = ["simulate", "mixed", *timed, "--kv-cache-dtype-skip-layers", "99"]
+        with pytest.raises(ConfigError, match=f"kv_cache_dtype_skip_layers: .*{why}"):
+            CliRunner().invoke(cli.app, command, catch_exceptions=False)
+
+
 def test_a_calibration_says_what_steps_take(tmp_path: Path) -> None:
     cost(16).save(tmp_path / "costs.json")
     (tmp_path / "trace.csv").write_text(AZURE)

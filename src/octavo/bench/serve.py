@@ -454,7 +454,7 @@ def warnings(servers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """What makes figures less than they seem."""
     for server in servers:
         runs = server["runs"]
-        if any(run["client_cpu_share"] > BUSY for run in runs):
+        if any(run["client_cpu_share"] > BUSY for run in runs if run["completed"]):
             yield f"{server['name']}: this client was busy itself, so that times may be its own"
         if any(run["max_late_ms"] > LATE_MS for run in runs):
             late = max(run["max_late_ms"] for run in runs)

@@ -228,7 +228,6 @@ def _cost(
 ) -> tuple[Cost, EngineConfig]:
     """What steps take, and the configuration with the pages of its layout."""
     from octavo.gpus import GPUS
-    from octavo.kv_format import ALIASES
     from octavo.planner.known import MODELS
     from octavo.simulator.cost import Measured, Sheet
 
@@ -240,13 +239,14 @@ def _cost(
             if config.max_model_len is None:
                 raise ConfigError("max_model_len", "is what a reservation holds: kv_layout contiguous needs it here")
             config = config.for_model(config.max_model_len)
-        return Measured.open(calibration).at(config.kv_cache_dtype, config.block_size), config
+        kept = tuple(sorted(set(config.kv_cache_dtype_skip_layers)))
+        return Measured.open(calibration).at(config.kv_cache_dtype, config.block_size, kept), config
     dense = {name: shape.model for name, shape in MODELS.items() if shape.experts == 1}
     model, gpu = _known("model", str(model), dense), _known("gpu", gpu or DEFAULT_GPU, GPUS)
-    dtype = ALIASES.get(config.kv_cache_dtype, config.kv_cache_dtype)
     context = dense[model].context_length
     config = replace(config.for_model(context), max_model_len=config.longest(context))
-    return Sheet(dense[model], GPUS[gpu], count, dtype, config.block_size), config
+    pages = config.kv_format(dense[model])
+    return Sheet(dense[model], GPUS[gpu], count, pages.dtype, pages.block_size, bf16_layers=pages.bf16_layers), config
 
 
 def _alone(gpu: str | None, count: int) -> None:

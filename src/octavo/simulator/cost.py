@@ -104,8 +104,11 @@ class Measured:
     weight_bytes: int
     memory_bytes: int
 
-    def at(self, dtype: str, block_size: int) -> Measured:
+    def at(self, dtype: str, block_size: int, bf16_layers: tuple[int, ...] = ()) -> Measured:
         """The same with pages of another size. Raises ConfigError for another dtype, whose steps take other times."""
+        if bf16_layers not in ((), self.format.bf16_layers):
+            timed = ", ".join(map(str, self.format.bf16_layers)) or "none"
+            raise ConfigError("kv_cache_dtype_skip_layers", f"were not timed: this calibration has {timed}")
         if dtype not in ("auto", self.format.dtype):
             raise ConfigError("kv_cache_dtype", f"{dtype} was not timed: this calibration is of {self.format.dtype}")
         return self.holding(replace(self.format, block_size=block_size))
@@ -192,10 +195,18 @@ class Sheet:
     """
 
     def __init__(
-        self, model: ModelConfig, gpu: Gpu, count: int, dtype: str, block_size: int, *, weight_bytes: int | None = None
+        self,
+        model: ModelConfig,
+        gpu: Gpu,
+        count: int,
+        dtype: str,
+        block_size: int,
+        *,
+        bf16_layers: tuple[int, ...] = (),
+        weight_bytes: int | None = None,
     ) -> None:
         kv_heads = count * model.divided(count).num_kv_heads  # with the copies that each GPU has of one
-        self.format = KVFormat(dtype, model.num_layers, kv_heads, model.head_dim, block_size)
+        self.format = KVFormat(dtype, model.num_layers, kv_heads, model.head_dim, block_size, bf16_layers)
         q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         layer = model.hidden_size * (2 * q + 2 * kv + 3 * model.intermediate_size)
         head = model.hidden_size * model.vocab_size
