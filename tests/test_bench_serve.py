@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import signal
+import socket
 import socketserver
 import subprocess
 import sys
@@ -396,6 +397,10 @@ def test_an_interruption_keeps_what_was_measured(scripted: Scripted, tmp_path: P
 def test_a_server_that_is_not_there_is_told(scripted: Scripted) -> None:
     result = CliRunner().invoke(app, ["bench", "serve", "--url", "http://127.0.0.1:9", "--num-requests", "1"])
     assert isinstance(result.exception, OctavoError) and "cannot be reached" in str(result.exception)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        result = CliRunner().invoke(app, ["bench", "serve", "--url", url, "--timeout", "0.05"])
+    assert "cannot be reached: timed out" in str(result.exception)
     for options, message in (
         (["--request-rate", "0"], "request_rate: must be numbers above 0"),
         (["--concurrency", "a"], "concurrency: must be whole numbers"),

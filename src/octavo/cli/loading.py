@@ -172,7 +172,7 @@ def bench_serve(
     names: list[str | None] = [*(name or []), *[None] * len(url)]
     models: list[str | None] = [*known, *[known[0] if len(known) == 1 else None] * len(url)]
     targets = [
-        serving.Target.find(one, called, served, api_key, endpoint.value, as_text, vocab_size)
+        serving.Target.find(one, called, served, api_key, endpoint.value, as_text, vocab_size, timeout)
         for one, called, served in zip(url, names, models, strict=False)
     ]
     on = machine()
