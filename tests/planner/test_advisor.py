@@ -295,6 +295,12 @@ def test_goals_are_those_of_the_command_line() -> None:
     assert [goal.value for goal in GoalName] == list(GOALS)
 
 
+def test_requests_one_at_a_time_gain_nothing_from_pages() -> None:
+    found = json.loads(run("single", "--requests", "4", *GPU, "--json"))
+    assert not found["pays"] and found["goal"] == "latency" and found["predicted"]["most_running"] == 1
+    assert "One request runs at a time, and one sequence fits either way." in found["paging"]
+
+
 def test_lengths_instead_of_a_trace() -> None:
     told = run("--lengths", "600+20,400+40", "--shared-tokens", "384", "--requests", "12", "--rate", "0.2", *GPU)
     assert "600+20,400+40: 500 tokens in and 30 out on average; goal: latency" in told

@@ -65,6 +65,15 @@ def test_no_request_is_longer_than_the_models_context(tmp_path: Path) -> None:
         CliRunner().invoke(cli.app, ["simulate", "mixd", *options], catch_exceptions=False)
 
 
+def test_requests_one_at_a_time_are(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    simulate("single", "--requests", "6", *GPUS, "--json", str(path))
+    figures = json.loads(path.read_text())
+    assert max(figures["timeline"]["running"]) == figures["engine"]["max_num_seqs"] == 1
+    lives = figures["request_s"]["mean"] - figures["queue_s"]["mean"]
+    assert figures["seconds"] == pytest.approx(6 * lives, rel=0.01)
+
+
 def test_layers_that_stay_in_bf16_make_pages_larger(tmp_path: Path) -> None:
     options = ["mixed", "--requests", "2", "--model", "llama-3.1-8b", "--kv-cache-dtype", "int8"]
     kept = [

@@ -196,6 +196,7 @@ def simulate(
     from octavo.simulator import simulate as simulator
 
     check_png(png)
+    engine = replace(engine, max_num_seqs=_at_once(trace) or engine.max_num_seqs)
     cost, engine = _cost(calibration, model, gpu, tensor_parallel_size, engine)
     core = simulator.engine(engine, cost)
     arrivals = islice(arrivals_of_trace(trace, kind, requests, rate, chars_per_token, engine.seed), requests)
@@ -278,6 +279,15 @@ def arrivals_of_trace(
     return arrivals if rate is None else paced(arrivals, rate, seed)
 
 
+def _at_once(trace: str) -> int | None:
+    """How many of a workload's requests may run together, where it says so."""
+    from octavo.bench.workloads import WORKLOADS
+
+    return WORKLOADS[trace].at_once if trace in WORKLOADS and not Path(trace).exists() else None
+
+
+ALONE_S = 86_400.0
+"""Between requests of which one is over before the next comes."""
 ADVISED = (
     *("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"),
     *("swap_space", "kv_cache_dtype", "preemption_mode"),
@@ -365,6 +375,8 @@ def advise(
             trace,
             list(islice(arrivals_of_trace(trace, kind, requests, rate, chars_per_token, engine.seed), requests)),
         )
+        if rate is None and _at_once(trace) == 1:
+            arrivals = [one._replace(at=number * ALONE_S) for number, one in enumerate(arrivals)]
     else:
         name, arrivals = lengths, trials.of_lengths(lengths, shared_tokens, requests, rate, engine.seed)
     gpu = gpu and _known("gpu", gpu, GPUS)
