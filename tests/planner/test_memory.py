@@ -326,7 +326,10 @@ def test_other_decoders_are_read_too() -> None:
         ({"cross_attention_layers": [3]}, "cross_attention_layers"),
         ({"num_hidden_layers": None}, "has no num_hidden_layers"),
         ({"hidden_size": "many"}, "hidden_size = 'many'"),
+        ({"num_hidden_layers": 2**31 - 1}, "not a whole number from 1 to 65536"),  # whose sum takes for ever
         ({"head_dim": 0}, "head_dim = 0"),
+        ({"layer_types": 5}, "layer_types = 5, which is no list"),
+        ({"mlp_only_layers": True}, "mlp_only_layers = True, which is no list"),
         ({"vocab_size": True}, "vocab_size = True"),
     ],
 )

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from octavo.config import ModelConfig
+from octavo.config import MAX_LAYERS, ModelConfig
 from octavo.errors import ModelError
 from octavo.planner.known import Shape
 
@@ -92,25 +92,34 @@ def shape_of(path: Path, raw: dict[str, Any]) -> Shape:
         part = next((part for part in PARTS if isinstance(raw.get(part), dict)), None)
         if part is not None:
             said, source = raw[part], f"{path}, its {part}"
-    said = said | {key: value for of in ("attn_config", "ffn_config") for key, value in (said.get(of) or {}).items()}
+    for part in ("attn_config", "ffn_config"):
+        said = said | (said[part] if isinstance(said.get(part), dict) else {})
     for key in NOT_KEPT:
         if said.get(key) and not (key == "cla_share_factor" and said.get("use_cla") is False):
             what = repr(said[key])[:60]
             raise ModelError(path, f"has {key} = {what}: these sums are for models that keep all keys and values")
-    kinds = said.get("layer_types") or ()
-    if others := set(map(str, kinds)) - {"full_attention", "sliding_attention"}:
+
+    def listed(key: str) -> list[Any]:
+        value = said.get(key) or []
+        if not isinstance(value, list):
+            raise ModelError(path, f"has {key} = {str(value)[:60]}, which is no list")
+        return value
+
+    if others := set(map(str, listed("layer_types"))) - {"full_attention", "sliding_attention"}:
         raise ModelError(path, f"has layers of {', '.join(sorted(others))}: these sums are for layers of attention")
 
-    def whole(key: str, default: int | None = None, low: int = 1) -> int:
+    def whole(key: str, default: int | None = None, low: int = 1, high: int = 2**31 - 1) -> int:
         value = next((said[one] for one in (key, *NAMES.get(key, ())) if said.get(one) is not None), default)
         if value is None:
             raise ModelError(source, f"has no {key}")
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**31:
-            raise ModelError(path, f"has {key} = {value!r}, which is not a whole number from {low} to {2**31 - 1}")
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            told = f"{value!r}"[:60]
+            raise ModelError(path, f"has {key} = {told}, which is not a whole number from {low} to {high}")
         return value
 
-    kind = said.get("model_type", raw.get("model_type"))
-    hidden, heads, layers = whole("hidden_size"), whole("num_attention_heads"), whole("num_hidden_layers")
+    kind: Any = str(said.get("model_type", raw.get("model_type")))
+    hidden, heads = whole("hidden_size"), whole("num_attention_heads")
+    layers = whole("num_hidden_layers", high=MAX_LAYERS)
     inner = whole("intermediate_size", 4 * hidden if kind in PLAIN else None)
     experts, expert_inner = whole("num_experts", 1), whole("moe_intermediate_size", inner)
     one_head = said.get("multi_query") is True and said.get("new_decoder_architecture") is not True
@@ -138,8 +147,8 @@ def shape_of(path: Path, raw: dict[str, Any]) -> Shape:
     if kind == "llama4_text":
         shared, inner = expert_inner, whole("intermediate_size_mlp", inner)
     every = whole("decoder_sparse_step", whole("interleave_moe_layer_step", 1))
-    dense = set(range(whole("first_k_dense_replace", 0, 0))) | set(said.get("mlp_only_layers") or ())
-    sparse = [at for at in range(layers) if experts > 1 and at not in dense and (at + 1) % every == 0]
+    first, dense = whole("first_k_dense_replace", 0, 0), listed("mlp_only_layers")
+    sparse = [at for at in range(first, layers) if experts > 1 and at not in dense and (at + 1) % every == 0]
     matrices = hidden * (2 if kind in PLAIN else 3)
     feed_forward = len(sparse) * (matrices * (experts * expert_inner + shared) + experts * hidden)
     return Shape(source, config, experts, feed_forward=feed_forward + (layers - len(sparse)) * matrices * inner)
