@@ -56,6 +56,7 @@ def test_a_calibration_comes_back_from_its_file(tmp_path: Path) -> None:
         ("knots", [[1, 0.1], [1, 0.2]]),
         ("knots", [[1, 0.1], [2, math.inf]]),
         ("load_s", {"host": -1.0}),
+        ("load_s", []),
         ("memory_bytes", 0),
     ],
 )

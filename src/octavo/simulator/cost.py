@@ -164,7 +164,7 @@ class Measured:
             )
             found._check()
             return found
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError("calibration", f"{path} is no file of octavo bench calibrate: {error!r}") from error
 
 
