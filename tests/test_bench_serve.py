@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import signal
+import socket
 import socketserver
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from octavo.bench import charts, loads, report
 from octavo.bench.figures import Outcome, Price, figures, goals, spread, summary
 from octavo.bench.loads import Load, Talk
 from octavo.bench.report import Grid, Plot, Report, Series
-from octavo.bench.serve import Plan, Target, measure, summarise
+from octavo.bench.serve import Plan, Target, measure, summarise, warnings
 from octavo.bench.wire import series
 from octavo.bench.workloads import WORKLOADS, Work
 from octavo.cli import app
@@ -396,14 +397,33 @@ def test_an_interruption_keeps_what_was_measured(scripted: Scripted, tmp_path: P
 def test_a_server_that_is_not_there_is_told(scripted: Scripted) -> None:
     result = CliRunner().invoke(app, ["bench", "serve", "--url", "http://127.0.0.1:9", "--num-requests", "1"])
     assert isinstance(result.exception, OctavoError) and "cannot be reached" in str(result.exception)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        result = CliRunner().invoke(app, ["bench", "serve", "--url", url, "--timeout", "0.05"])
+    assert "cannot be reached: timed out" in str(result.exception)
     for options, message in (
         (["--request-rate", "0"], "request_rate: must be numbers above 0"),
         (["--concurrency", "a"], "concurrency: must be whole numbers"),
+        (["--concurrency", "4,0"], "concurrency: must be numbers above 0"),
+        (["--concurrency", "-1"], "concurrency: must be numbers above 0"),
+        (["--name", "a", "--name", "b"], "name: is given 2 times, for 1 servers"),
+        (["--model", "a", "--model", "b"], "model: is given 2 times, for 1 servers"),
         (["--turns", "2", "--trace", "x"], "exclude each other"),
         (["--turns", "2", "--prompts", "tokens"], "must be text in chats and conversations"),
     ):
         result = CliRunner().invoke(app, ["bench", "serve", "--url", scripted.url, *options])
         assert message in str(result.exception)
+
+
+def test_where_nothing_is_answered_the_page_and_the_status_say_so(scripted: Scripted, tmp_path: Path) -> None:
+    scripted.script = [good] + [FAILURES["status 500"]] * 2
+    page = tmp_path / "it.html"
+    command = ["bench", "serve", "--url", scripted.url, "--num-warmups", "0", "--num-requests", "2"]
+    result = CliRunner().invoke(app, [*command, "--html", str(page)])
+    assert result.exit_code == 1 and "2 × status 500" in result.output
+    quick = {"completed": 0, "client_cpu_share": 0.99, "max_late_ms": 0.0, "short_answers": 0}
+    assert not list(warnings([{"name": "refuses at once", "runs": [quick]}]))
+    assert "Failures" in page.read_text() and "2 × status 500" in page.read_text()
 
 
 # ── a real server ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -453,7 +473,7 @@ def test_a_real_server_counts_the_same(real: Served, tmp_path: Path) -> None:
     assert real.metric("generation_tokens_total") - before == 2 * 512 + (1 + 4) * 4  # a first one, four to warm up
     assert "output tokens/s" in result.output and (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
     again = report.page(charts.of_serving(json.loads(json.dumps(document))))
-    assert again == (tmp_path / "it.html").read_text()
+    assert again == (tmp_path / "it.html").read_text() and "<dd>e2el:1e9<dt>price an hour<dd>1.0" in again
 
 
 def test_conversations_with_a_real_server_find_what_was_said(real: Served, tmp_path: Path) -> None:

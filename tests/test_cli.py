@@ -282,6 +282,30 @@ def test_the_version_and_help_need_no_model() -> None:
     ]
 
 
+def commands(group: Any, *names: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, command in getattr(group, "commands", {}).items():
+        yield from commands(command, *names, name)
+    if not hasattr(group, "commands"):
+        yield names, group
+
+
+def test_files_that_cannot_be_written_are_told_before_anything_is_done(tmp_path: Path) -> None:
+    whole = typer.main.get_command(cli.app)
+    files = {"--json", "--html", "--png", "--plot", "--chrome-trace"}
+    found = [
+        (names, option)
+        for names, command in commands(whole)
+        for parameter in command.params
+        for option in parameter.opts
+        if option in files and not parameter.is_flag
+    ]
+    assert len(found) >= 15
+    for names, option in found:
+        for path, why in ((tmp_path / "none" / "it", "there is no directory"), (tmp_path, "is a directory")):
+            result = CliRunner().invoke(cli.app, [*names, "x", option, str(path)])
+            assert result.exit_code == 2 and f"'{option}'" in result.output and why in result.output, result.output
+
+
 # ── generate ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -450,6 +474,9 @@ def test_known_models_and_gpus_are_listed() -> None:
         ([*BIG, "--lengths", "5000", "--gpu", "t4"], 2, "octavo: --lengths: 5,000 tokens"),
         ([*BIG, "--gpu", "t4", "--shared-tokens", "151"], 2, "octavo: --shared-tokens: 151 "),
         ([*BIG, "--gpu", "t4", "--weight-dtype", "int3"], 2, "octavo: --weight-dtype: must be one of"),
+        ([*BIG, "--gpu", "t4", "--output-tokens", "0"], 2, "octavo: --output-tokens: must be a number"),
+        (["llama-3.1-8b", "--shared-tokens", "9"], 2, "octavo: --shared-tokens: is a part of prompts"),
+        (["llama-3.1-8b", "--measure"], 2, "octavo: --measure: goes with --page-sizes"),
         (["llama-3.1-8b", "--kv-cache-dtype", "fp12"], 2, "octavo: --kv-cache-dtype: must be "),
     ],
 )
@@ -458,6 +485,25 @@ def test_a_plan_that_cannot_be_made_says_why(arguments: list[str], status: int, 
     assert (returned, out) == (status, "")
     assert re.match(message, err)
     assert err.count("\n") == 1
+
+
+def test_no_figure_is_cut_however_many_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    names = ["l4", "h100", "a100-80gb", "h200", "B200", "mi300x"]
+    status, out, _ = octavo("plan", "llama-3.1-8b", *(word for name in names for word in ("--gpu", name)))
+    assert status == 0 and "…" not in out
+    assert re.search(r"^weights +(16,060,522,496 *){6}$", out, re.MULTILINE)
+
+
+def test_a_pool_beyond_the_memory_is_told() -> None:
+    status, out, _ = octavo("plan", "smollm2-135m", "--kv-cache-memory-bytes", "100TB")
+    assert status == 0 and out.endswith("Weights and pool are more than the memory.\n")
+
+
+def test_an_encoder_has_no_plan(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    status, out, err = octavo("plan", tmp_path)
+    assert (status, out) == (1, "") and "bert is an encoder" in err
 
 
 # ── pull ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from octavo.bench.compare import RESERVATIONS, pool_bytes, summary, variants
+from octavo.bench.compare import RESERVATIONS, compare_layouts, pool_bytes, summary, variants
+from octavo.bench.workloads import Workload, fixed
 from octavo.cli import app
 from octavo.config import EngineConfig
 from octavo.planner.known import MODELS
+from tests.models import tiny
 
 
 def test_variants_differ_in_their_pages_only() -> None:
@@ -63,12 +65,25 @@ def test_layouts_are_compared(model_path: Path, tmp_path: Path) -> None:
     assert plain["planned"]["running"] == pytest.approx(
         80 / ((16 * 34 + 16 * 35 + 16 * 36 + 16 * 37) / 64 + 0.5), rel=0.02
     )
+    assert "--max-model-len 640 " in (tmp_path / "it.html").read_text()
     for line in result["summary"]:
         assert (
             line["name"] in printed.output
             and line["name"] in (tmp_path / "it.html").read_text()
             and f"{line['kv_use']:.0%}" in printed.output
         )
+
+
+@pytest.mark.parametrize("at_once", [1, None])
+def test_requests_run_together_as_the_workload_says(tmp_path: Path, at_once: int | None) -> None:
+    shape = tiny.config("llama")
+    path = tiny.write_folder(tmp_path, shape, tiny.tensors(shape))
+    workload = Workload("some", "of 8 in and 4 out", fixed(8, 4), at_once=at_once)
+    config = EngineConfig(max_model_len=32, kv_cache_memory_bytes=1 << 20, seed=1)
+    [result], whole = compare_layouts(path, config, [workload], num_requests=3, repeats=1)
+    assert whole
+    for variant in result["variants"]:
+        assert variant["planned"]["running"] == variant["rounds"][0]["most_running"] == (at_once or 3)
 
 
 def test_a_summary_has_medians_and_ratios_round_by_round() -> None:

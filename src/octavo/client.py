@@ -90,10 +90,10 @@ class Endpoint:
             raise OctavoError(f"{self.url} cannot be reached: {error}") from error
         return response
 
-    def models(self) -> list[dict[str, Any]]:
+    def models(self, silence_s: float = SILENCE_S) -> list[dict[str, Any]]:
         """What the server lists, one model or more."""
         try:
-            listed = list(self.json("GET", "/models")["data"])
+            listed = list(self.json("GET", "/models", silence_s=silence_s)["data"])
             str(listed[0]["id"])
         except (LookupError, TypeError) as error:
             raise OctavoError(f"{self.url} lists no models: is it an OpenAI-compatible server?") from error

@@ -43,6 +43,23 @@ class ModelConfig:
     qkv_bias: bool = False
     qk_norm: bool = False
 
+    def divided(self, number: int) -> ModelConfig:
+        """What one of `number` devices holds: its share of the heads and of the inner columns.
+
+        Where there are more devices than KV heads, each of them has a copy of one. Raises ConfigError.
+        """
+        kv_heads = self.num_kv_heads
+        if self.num_heads % number or (kv_heads % number and number % kv_heads):
+            heads = f"{self.num_heads} heads over {kv_heads} of keys and values"
+            raise ConfigError("tensor_parallel_size", f"{number} devices cannot share {heads} equally")
+        return replace(
+            self,
+            num_heads=self.num_heads // number,
+            num_kv_heads=max(kv_heads // number, 1),
+            intermediate_size=-(-self.intermediate_size // number),
+            vocab_size=-(-self.vocab_size // number),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -131,6 +148,13 @@ class EngineConfig:
         for name in ("kv_cache_memory_bytes", "max_model_len", "num_threads"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 1, 2**50)
+
+    def longest(self, context_length: int) -> int:
+        """The longest sequence of a model with this context. Raises ConfigError where more is asked for."""
+        wanted = self.max_model_len or context_length
+        if wanted > context_length:
+            raise ConfigError("max_model_len", f"{wanted} tokens are more than the model's context of {context_length}")
+        return wanted
 
     def for_model(self, context_length: int) -> EngineConfig:
         """With the page that the layout asks for: kv_layout contiguous has one that holds the longest sequence.

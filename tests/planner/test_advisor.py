@@ -109,6 +109,25 @@ def test_where_memory_is_plenty_paging_buys_nothing() -> None:
     assert found.config == config
 
 
+@pytest.mark.parametrize("rate", [None, 1.0])
+def test_embeddings_run_though_each_takes_a_single_step(rate: float | None) -> None:
+    """Answers of one token: a request that begins and ends within a step was running in it, reserved or paged."""
+    arrivals = trials.of_lengths("100+1", 0, 20, rate, 1)
+    config = EngineConfig(max_model_len=512, kv_cache_memory_bytes=8 * 512 * TOKEN_BYTES, max_num_batched_tokens=400)
+    found = trials.advice("embeddings", SHAPE, config, arrivals, 8 * GIB, COST)
+    assert found.paging_gain == pytest.approx(1, abs=0.02) and not found.pays
+    assert found.result.most_running >= 1 and found.result.running > 0.05
+    assert not any("cannot be had" in said for said in found.paging)
+
+
+def test_sequences_at_once_are_a_mean_over_time() -> None:
+    """Two one after the other: as one is there from its start to its end, there is one at all times."""
+    arrivals = trials.of_lengths("10+20", 0, 2, None, 1)
+    one_by_one = EngineConfig(max_num_seqs=1, max_model_len=64, kv_cache_memory_bytes=64 * TOKEN_BYTES)
+    found = trials.simulated(one_by_one, COST, arrivals, 8192)
+    assert found.most_running == 1 and found.running == pytest.approx(1)
+
+
 def test_answers_that_fill_what_prompts_leave_need_no_advice() -> None:
     """All begin together: no more run than will fit, as computing again costs more than a larger batch gains."""
     arrivals = trials.of_lengths("128+128", 0, 48, None, 1)
@@ -276,6 +295,12 @@ def test_goals_are_those_of_the_command_line() -> None:
     assert [goal.value for goal in GoalName] == list(GOALS)
 
 
+def test_requests_one_at_a_time_gain_nothing_from_pages() -> None:
+    found = json.loads(run("single", "--requests", "4", *GPU, "--json"))
+    assert not found["pays"] and found["goal"] == "latency" and found["predicted"]["most_running"] == 1
+    assert "One request runs at a time, and one sequence fits either way." in found["paging"]
+
+
 def test_lengths_instead_of_a_trace() -> None:
     told = run("--lengths", "600+20,400+40", "--shared-tokens", "384", "--requests", "12", "--rate", "0.2", *GPU)
     assert "600+20,400+40: 500 tokens in and 30 out on average; goal: latency" in told
@@ -303,6 +328,8 @@ def test_an_encoder_is_advised_not_to_page(tmp_path: Path, as_json: bool) -> Non
         (["--lengths", "100+1", "--shared-tokens", "101", *GPU], "shared_tokens: 101 are more than a prompt has"),
         (["mixed", "--model", "llama-3.1-8b", "--gpu", "l5"], "gpu: 'l5' is not known: there are t4, v100"),
         (["mixed", "--model", "llama-3.1-70b", "--gpu", "l4"], "memory: 141,107,412,992 bytes of weights"),
+        (["mixed", "--model", "llama-3.2-1b", "--tensor-parallel-size", "2"], "tensor_parallel_size: needs --gpu"),
+        (["mixed", *GPU, "--calibration", "x"], "calibration: is of its own machine"),
         (["--lengths", "9000+1", *GPU], "max_model_len: no request of this workload fits into 4,096 tokens"),
     ],
 )

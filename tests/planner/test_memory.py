@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import random
 import tracemalloc
 from array import array
@@ -21,7 +22,8 @@ from octavo.gpus import GPUS
 from octavo.kv_format import KV_BITS, whole_block_size
 from octavo.models.weights import open_checkpoint
 from octavo.planner.known import MODELS, Shape
-from octavo.planner.memory import INDEX_BYTES, Demand, Device, Plan, each_of, gpu, plan, read_shape, room, shape_of
+from octavo.planner.memory import INDEX_BYTES, Demand, Device, Plan, each_of, gpu, plan, room
+from octavo.planner.shapes import read_shape, shape_of
 from tests.models import tiny
 
 GIB = 1 << 30
@@ -157,7 +159,29 @@ def test_a_plan_is_what_the_real_model_allocates(model_path: Path, dtype: str, m
     engine.core.close()
 
 
+def test_a_sequence_that_the_pool_is_cut_to_fits() -> None:
+    found = plan(LLAMA_70B._replace(weight_bytes=1), EngineConfig(), [], GIB)
+    assert found.max_model_len == found.pool_tokens + 1 < LLAMA_70B.model.context_length
+    assert found.sequence_bytes == found.pool_bytes
+    assert (found.rooms[-1].tokens, found.rooms[-1].paged_at_once) == (found.pool_tokens, 1)
+
+
+def test_host_pages_are_counted_for_devices_too() -> None:
+    found = plan(LLAMA_70B, EngineConfig(swap_space=8), [], gpu("h200", 2))
+    assert found.num_host_pages == 8 * GIB // 5_242_880
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_memory_that_the_machine_does_not_give_is_named(folder: Path, backend: str) -> None:
+    config = EngineConfig(kv_cache_memory_bytes=1 << 49, backend=backend)  # more than addresses reach
+    with pytest.raises(ConfigError, match="kv_cache_memory_bytes: this machine does not give 562,949,953,"):
+        assemble(open_checkpoint(folder), config)
+
+
 def test_the_engines_refusals_are_the_plans() -> None:
+    for where in (10**12, gpu("h200")):
+        with pytest.raises(ConfigError, match="max_model_len: 131073 tokens are more than the model's context"):
+            plan(LLAMA_70B, EngineConfig(max_model_len=131_073), [], where)
     with pytest.raises(ConfigError, match="kv_cache_memory_bytes: one page takes 5,242,880 bytes"):
         plan(LLAMA_70B, EngineConfig(kv_cache_memory_bytes=1000), [], 10**12)
     with pytest.raises(ConfigError, match=r"swap_space: .* more than the"):
@@ -267,6 +291,9 @@ def test_weights_take_their_bits(dtype: str, bits: float) -> None:
 def test_a_pool_that_is_given_is_given() -> None:
     found = plan(LLAMA_70B, EngineConfig(kv_cache_memory_bytes=10**9), [], gpu("h200", 2))
     assert found.num_pages == 10**9 // 5_242_880
+    for budget, message in ((5_000_000, "one page takes 5,242,880 bytes"), (200 * 10**9, "more than the 111,")):
+        with pytest.raises(ConfigError, match=f"kv_cache_memory_bytes: .*{message}"):
+            plan(LLAMA_70B, EngineConfig(kv_cache_memory_bytes=budget), [], gpu("H200", 2))
     with pytest.raises(ConfigError, match="gpu: there is no 'abacus', but t4, "):
         gpu("abacus")
     assert all(figure > 0 for one in GPUS.values() for figure in one)
@@ -300,15 +327,93 @@ def test_other_decoders_are_read_too() -> None:
         ({"kv_lora_rank": 512}, "kv_lora_rank = 512"),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers = 2"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "layers of linear_attention"),
-        ({"num_hidden_layers": None}, "num_hidden_layers = None"),
+        ({"attn_layer_period": 8}, "attn_layer_period = 8"),  # one layer of eight, the rest a state space
+        ({"linear_attn_config": {"full_attn_layers": [4]}}, "linear_attn_config = "),
+        ({"hybrid_override_pattern": "M-M*"}, "hybrid_override_pattern = 'M-M"),
+        ({"cross_attention_layers": [3]}, "cross_attention_layers"),
+        ({"num_hidden_layers": None}, "has no num_hidden_layers"),
         ({"hidden_size": "many"}, "hidden_size = 'many'"),
+        ({"num_hidden_layers": 2**31 - 1}, "not a whole number from 1 to 65536"),  # whose sum takes for ever
         ({"head_dim": 0}, "head_dim = 0"),
+        ({"layer_types": 5}, "layer_types = 5, which is no list"),
+        ({"mlp_only_layers": True}, "mlp_only_layers = True, which is no list"),
         ({"vocab_size": True}, "vocab_size = True"),
     ],
 )
 def test_models_that_the_sums_are_not_for_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         shape_of(Path("x"), tiny.config("llama") | changes)
+
+
+def test_weights_that_lie_there_twice_or_not_yet_count_once(tmp_path: Path) -> None:
+    shape = tiny.config("llama")
+    tiny.write_folder(tmp_path, shape, tiny.tensors(shape), shards=2)
+    one, two = sorted(tmp_path.glob("*.safetensors"))
+    whole = read_shape(tmp_path).weight_bytes
+    (tmp_path / "consolidated.safetensors").write_bytes(one.read_bytes())
+    assert read_shape(tmp_path).weight_bytes == whole
+    two.unlink()
+    with pytest.raises(ModelError, match="tells neither all files nor their size"):
+        read_shape(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"metadata": {"total_size": 12_345}}))
+    assert read_shape(tmp_path).weight_bytes == 12_345
+
+
+FAMILIES: dict[str, tuple[dict[str, Any], float, int]] = {  # config.json; published parameters, bytes a token in bf16
+    "gpt_bigcode": (  # StarCoder: every query shares one head
+        {"n_embd": 6144, "n_head": 48, "n_layer": 40, "n_inner": 24576, "n_positions": 8192, "vocab_size": 49152}
+        | {"multi_query": True},
+        15.5e9, 2 * 40 * 128 * 2,
+    ),
+    "falcon": (  # 7B: multi_query counts more than num_kv_heads, unless the architecture is the new one
+        {"hidden_size": 4544, "num_attention_heads": 71, "num_kv_heads": 71, "num_hidden_layers": 32}
+        | {"vocab_size": 65024, "multi_query": True, "new_decoder_architecture": False},
+        6_921_720_704, 2 * 32 * 64 * 2,
+    ),
+    "gemma2": (  # 9B: one matrix for embedding and output, and the file does not say so
+        {"hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 42, "num_attention_heads": 16}
+        | {"num_key_value_heads": 8, "head_dim": 256, "vocab_size": 256000, "max_position_embeddings": 8192},
+        9_241_705_984, 2 * 42 * 8 * 256 * 2,
+    ),
+    "phi": (  # 2: no gate
+        {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 32, "num_attention_heads": 32}
+        | {"vocab_size": 51200, "max_position_embeddings": 2048},
+        2_779_683_840, 2 * 32 * 32 * 80 * 2,
+    ),
+    "deepseek": (  # MoE 16B: the first layer is dense, two experts are shared
+        {"hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 64}
+        | {"n_shared_experts": 2, "first_k_dense_replace": 1, "num_hidden_layers": 28, "num_attention_heads": 16}
+        | {"num_key_value_heads": 16, "vocab_size": 102400, "max_position_embeddings": 4096},
+        16_375_728_128, 2 * 28 * 16 * 128 * 2,
+    ),
+    "qwen2_moe": (  # 57B-A14B: one large shared expert
+        {"hidden_size": 3584, "intermediate_size": 18944, "moe_intermediate_size": 2560, "num_experts": 64}
+        | {"shared_expert_intermediate_size": 20480, "num_hidden_layers": 28, "num_attention_heads": 28}
+        | {"num_key_value_heads": 4, "vocab_size": 151936, "max_position_embeddings": 32768},
+        57_409_111_552, 2 * 28 * 4 * 128 * 2,
+    ),
+    "dbrx": (  # names of its own, in parts of the file
+        {"d_model": 6144, "n_heads": 48, "n_layers": 40, "max_seq_len": 32768, "vocab_size": 100352}
+        | {"attn_config": {"kv_n_heads": 8}, "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16}},
+        131_597_000_000, 2 * 40 * 8 * 128 * 2,
+    ),
+    "internvl_chat": (  # the decoder is a part: Qwen2.5-7B's, with other words
+        {"llm_config": {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "vocab_size": 151674}
+         | {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
+         | {"max_position_embeddings": 32768}},
+        7_612_757_504, 57_344,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_each_familys_words_are_understood(kind: str) -> None:
+    raw, published, token_bytes = FAMILIES[kind]
+    shape = shape_of(Path("x"), {"model_type": kind} | raw)
+    assert shape.num_parameters == pytest.approx(published, rel=0.004)
+    assert plan(shape, EngineConfig(), [], Device("given", 10**12)).token_bytes == token_bytes
+    assert shape.source == ("x, its llm_config" if "llm_config" in raw else "x")
 
 
 def test_files_that_are_no_shape_are_refused(tmp_path: Path) -> None:
@@ -319,6 +424,8 @@ def test_files_that_are_no_shape_are_refused(tmp_path: Path) -> None:
             read_shape(file)
     with pytest.raises(ModelError, match="cannot be read"):
         read_shape(tmp_path / "none.json")
+    file.write_text("\ufeff" + json.dumps(tiny.config("llama")))  # as some editors save it
+    assert read_shape(file).model.num_layers == tiny.config("llama")["num_hidden_layers"]
 
 
 def test_lengths_are_read_from_a_list() -> None:
@@ -330,6 +437,8 @@ def test_lengths_are_read_from_a_list() -> None:
         ("0", None, None, 0),
         ("", 0, 5, 0),
         ("9", None, None, 10),
+        ("", 5, 0, 0),
+        ("", None, None, 10),
     ):
         with pytest.raises(ConfigError):
             each_of(lengths, prompt, output, shared)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from array import array
 from pathlib import Path
 
@@ -44,12 +45,46 @@ def test_a_calibration_comes_back_from_its_file(tmp_path: Path) -> None:
         Measured.open(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("draw_s", math.nan),
+        ("pair_s", -1.0),
+        ("seen_s", "many"),
+        ("knots", []),
+        ("knots", [[1, 0.1]]),
+        ("knots", [[1, 0.1], [1, 0.2]]),
+        ("knots", [[1, 0.1], [2, math.inf]]),
+        ("load_s", {"host": -1.0}),
+        ("load_s", []),
+        ("memory_bytes", 0),
+    ],
+)
+def test_figures_that_are_no_times_are_refused(tmp_path: Path, name: str, value: object) -> None:
+    path = tmp_path / "costs.json"
+    cost().save(path)
+    figures = json.loads(path.read_text())
+    figures["cost"][name] = value
+    path.write_text(json.dumps(figures))
+    with pytest.raises(ConfigError, match=r"calibration: .* is no file of octavo bench calibrate"):
+        Measured.open(path)
+
+
 def test_pages_of_another_size_take_other_times() -> None:
     wide = cost(4).at("auto", 16)
     assert wide.format.block_size == 16 and wide.step_s(Load(3)) == cost().step_s(Load(3))
     assert wide.move_s(Tier.HOST) == 4 * cost().move_s(Tier.HOST)
     with pytest.raises(ConfigError, match="fp32 was not timed"):
         cost().at("fp32", 16)
+
+
+def test_gpus_beyond_the_heads_of_keys_and_values_keep_copies() -> None:
+    """As a plan has it: eight heads over sixteen GPUs take twice the bytes, and three GPUs cannot share them."""
+    model = MODELS["llama-3.1-70b"].model
+    eight, sixteen = (Sheet(model, GPUS["h100"], count, "bf16", 16).format for count in (8, 16))
+    assert sixteen.token_bytes == 2 * eight.token_bytes == 655_360
+    with pytest.raises(ConfigError, match="tensor_parallel_size: 3 devices cannot share 64 heads over 8"):
+        Sheet(model, GPUS["h100"], 3, "bf16", 16)
 
 
 def test_a_sheet_is_bound_by_reading_or_by_multiplying() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import math
 import statistics
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +14,8 @@ import pytest
 from octavo.errors import InvalidRequest
 from octavo.simulator.traces import BLOCK_TOKENS, Arrival, arrivals_of, kind_of, own_token, paced, read, tokens_of
 
-AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+AZURE = f"""{HEAD.strip()}
 2023-11-16 18:15:46.6805900,374,44
 2023-11-16 18:15:50.9951690,396,109
 2023-11-16 18:15:51.2224670,0,0
@@ -98,11 +101,22 @@ def test_a_rate_replaces_the_times() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "begins no trace that is known"),
+        ("", "the file is empty"),
+        (HEAD, "holds no request"),
         ("a,b\n1,2\n", "begins no trace that is known"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,many,3\n", "of this kind: ValueError"),
+        (HEAD + "2023-11-16 18:15:46,many,3\n", "of this kind, after 0 .*: ValueError"),
+        (HEAD + "2023-11-16 18:15:46,-3,3\n", "-3.0 is not a number of tokens"),
+        (HEAD + "2023-11-16 18:15:46,99999999999,3\n", "from 0 to 16,777,216"),
+        (AZURE + "2023-11-16 18:15:52+00:00,3,3\n", "after 3 requests: TypeError"),
+        (json.dumps(MOONCAKE[0] | {"timestamp": math.nan}), "nan is no time"),
+        (json.dumps(MOONCAKE[0] | {"timestamp": math.inf}), "inf is no time"),
+        (json.dumps(MOONCAKE[2] | {"input_length": 5.5}), "5.5 is not a number of tokens"),
+        (json.dumps(MOONCAKE[2] | {"output_length": math.inf}), "inf is not a number of tokens"),
+        (json.dumps(MOONCAKE[2] | {"input_length": True}), "True is not a number of tokens"),
+        (json.dumps(MOONCAKE[0]) + "\n7", "'7' is no JSON object"),
+        (HEAD + "9" * 200_000, "field larger than field limit"),
         (AZURE + "2023-11-16 18:15:40.0000000,3,3\n", r"request 4 comes 11\.2225 s before the one above it"),
-        (json.dumps(MOONCAKE[0] | {"hash_ids": [1]}), "line 1 names 1 parts for 1100 tokens"),
+        (json.dumps(MOONCAKE[0] | {"hash_ids": [1]}), "request 1 names 1 parts for 1100 tokens"),
         ('{"timestamp": 0, "input_length": 3}', "KeyError: 'output_length'"),
         ('[{"conversations": [}', "is not JSON"),
         ('[{"conversations": [{"from": "gpt"}]}]', "KeyError: 'content'"),
@@ -111,6 +125,38 @@ def test_a_rate_replaces_the_times() -> None:
 def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         list(read(write(tmp_path, text)))
+
+
+@pytest.mark.parametrize("how", ["crlf", "bom", "blank lines", "gz", "floats", "spaces"])
+def test_files_as_people_have_them(tmp_path: Path, how: str) -> None:
+    text = {
+        "crlf": AZURE.replace("\n", "\r\n"),
+        "bom": "\ufeff" + AZURE,
+        "blank lines": AZURE.replace("\n", "\n\n  \n"),
+        "floats": AZURE.replace(",374,44", ",374.0,44.0"),
+        "spaces": AZURE.replace(",", ", "),
+    }.get(how, AZURE)
+    path = write(tmp_path, text)
+    if how == "gz":
+        path = tmp_path / "trace.csv.gz"
+        path.write_bytes(gzip.compress(text.encode()))
+        (tmp_path / "cut.gz").write_bytes(path.read_bytes()[:60])
+        with pytest.raises(InvalidRequest, match=r"cut.gz cannot be read"):
+            list(read(tmp_path / "cut.gz"))
+    assert [(len(one.prompt), one.num_output) for one in read(path)] == [(374, 44), (396, 109), (1, 1)]
+
+
+def test_mooncake_requests_may_be_a_list_and_begin_at_any_time(tmp_path: Path) -> None:
+    later = [row | {"timestamp": row["timestamp"] + 5_000_000} for row in MOONCAKE]
+    lines = list(read(write(tmp_path, "\n".join(map(json.dumps, MOONCAKE)))))
+    assert list(read(write(tmp_path, json.dumps(later, indent=1)))) == lines
+
+
+def test_texts_in_parts_and_calls_of_tools(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "x" * 40}, {"type": "image_url"}]
+    said = [{"role": "user", "content": parts}, {"role": "assistant", "content": None, "tool_calls": []}]
+    [one] = read(write(tmp_path, json.dumps([{"messages": said}])))
+    assert (len(one.prompt), one.num_output) == (10, 1)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

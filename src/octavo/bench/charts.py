@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from octavo.bench.report import Grid, Plot, Report, Series
+from octavo.config import EngineConfig
+from octavo.planner.advisor import command
 
 MIB = 1 << 20
 Figures = Mapping[str, Any]
@@ -21,9 +23,13 @@ def of_serving(document: Figures) -> Report:
         ("load", f"{load['name']}: {load['about']}"),
         ("servers", "; ".join(f"{one['name']}: {one['model']} at {one['url']}" for one in document["servers"])),
         ("rounds", f"{document['asked']['rounds']}: medians (least … most)"),
+        ("goodput", ", ".join(document["asked"]["goodput"] or ["–"])),
+        ("price an hour", str(document["asked"]["price_per_hour"] or "–")),
         *_machine(document),
     ]
-    return Report("Servers under load", about, [*served(document), *_served(document)])
+    failed = Grid("Failures", ["server"], [[line] for line in failures(document)])
+    tables = [*served(document), *([failed] if failed.rows else [])]
+    return Report("Servers under load", about, [*tables, *_served(document)])
 
 
 def served(document: Figures) -> list[Grid]:
@@ -118,6 +124,7 @@ def of_layouts(document: Figures) -> Report:
     works = [result["workload"] for result in results]
     about = [
         ("model", document["model"]),
+        _options(document),
         *_machine(document),
     ]
     plots = [
@@ -176,7 +183,12 @@ def of_simulation(document: Figures, lines: Sequence[tuple[str, str]]) -> Report
     below = {"host": of["host_pages"], "disk": of["disk_pages"]}
     if any(map(any, below.values())):
         plots.append(Plot("Tiers below", "seconds", "pages", [Series(n, at, y) for n, y in below.items()]))
-    return Report(f"Simulation of {document['trace']}", lines, plots)
+    return Report(f"Simulation of {document['trace']}", [*lines, _options(document)], plots)
+
+
+def _options(document: Figures) -> tuple[str, str]:
+    """Of the engine, those that are not the defaults."""
+    return "options", " ".join(command("", EngineConfig(**document["engine"]))[3:]) or "the defaults"
 
 
 def _machine(document: Figures) -> Iterator[tuple[str, str]]:

@@ -72,14 +72,15 @@ class Variant:
         self._cache = scheduler.cache
         self.llm = LLM.from_engine(engine._replace(core=EngineCore(scheduler, self._gauge)))
 
-    def serve(self, work: Sequence[Work]) -> dict[str, Any]:
+    def serve(self, workload: Workload, work: Sequence[Work]) -> dict[str, Any]:
         """One round's figures."""
         self._cache.drop_cached()
         self._gauge.samples.clear()
         before = self.llm.stats()
-        params = [SamplingParams(temperature=0, max_tokens=one.max_tokens, ignore_eos=True) for one in work]
+        params = {n: SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in work}
         start = time.perf_counter()
-        self.llm.generate([one.prompt for one in work], params)
+        for part in workload.together(work):
+            self.llm.generate([one.prompt for one in part], [params[one.max_tokens] for one in part])
         seconds = time.perf_counter() - start
         after = self.llm.stats()
         return {
@@ -89,14 +90,17 @@ class Variant:
             "cached_tokens": after["hit_tokens"] - before["hit_tokens"],
         }
 
-    def told(self, work: Sequence[Work], reservation: Variant, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    def told(
+        self, workload: Workload, work: Sequence[Work], reservation: Variant, rounds: list[dict[str, Any]]
+    ) -> dict[str, Any]:
         """What it is, what was expected of it, and what it did."""
+        config = replace(self.config, max_num_seqs=workload.at_once or self.config.max_num_seqs)
         return {
             "name": self.name,
             "num_pages": self.num_pages,
             "page_bytes": self.format.page_bytes,
             "block_size": self.format.block_size,
-            "planned": expected(work, self.config, self.format, self.num_pages, reservation.format),
+            "planned": expected(work, config, self.format, self.num_pages, reservation.format),
             "rounds": rounds,
         }
 
@@ -185,18 +189,18 @@ def compare_layouts(
             rounds: list[list[dict[str, Any]]] = []
             try:
                 for engine in engines:
-                    engine.serve(warm_up)
+                    engine.serve(workload, warm_up)
                 for number in range(repeats):
                     turns = []
                     for engine in engines:
                         progress(f"{workload.name}, round {number + 1} of {repeats}: {engine.name}")
-                        turns.append(engine.serve(work))
+                        turns.append(engine.serve(workload, work))
                     rounds.append(turns)
             except KeyboardInterrupt:
                 whole = False
             if rounds:
                 columns = zip(engines, zip(*rounds, strict=True), strict=True)
-                told = [engine.told(work, engines[0], list(done)) for engine, done in columns]
+                told = [engine.told(workload, work, engines[0], list(done)) for engine, done in columns]
                 results.append({"workload": workload.name, "about": workload.about, "variants": told})
             if not whole:
                 break

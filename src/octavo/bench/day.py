@@ -337,5 +337,5 @@ def draw(configurations: dict[str, Any], path: Path) -> None:
         panel.set(xlabel="hour", xticks=range(1, len(hours) + 1))
         panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3 if panel is first else 2)
     figure.tight_layout()
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=100, format="png")
     pyplot.close(figure)

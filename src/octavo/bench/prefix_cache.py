@@ -67,7 +67,7 @@ def measure(
         for workload in workloads:
             warm_up, work = workload.draw(num_requests, checkpoint.config.vocab_size, seed)
             for llm in engines.values():
-                serve(llm, warm_up)
+                serve(llm, workload, warm_up)
             rounds: list[tuple[Turn, Turn]] = []
             for number in range(repeats):
                 seed += 1  # for ever: what a seed draws for one workload may begin what it draws for another
@@ -75,7 +75,7 @@ def measure(
                 turns = {}
                 for enabled in (True, False) if number % 2 else (False, True):
                     progress(f"{workload.name}, round {number + 1} of {repeats}: {'with' if enabled else 'without'}")
-                    turns[enabled] = serve(engines[enabled], own)
+                    turns[enabled] = serve(engines[enabled], workload, own)
                 rounds.append((turns[True], turns[False]))
             progress(f"{workload.name}: the books")
             found.append(
@@ -84,11 +84,13 @@ def measure(
     return found
 
 
-def serve(llm: LLM, work: Sequence[Work]) -> Turn:
+def serve(llm: LLM, workload: Workload, work: Sequence[Work]) -> Turn:
     before = llm.stats()
-    params = [SamplingParams(temperature=0, max_tokens=one.max_tokens, ignore_eos=True) for one in work]
+    parts = list(workload.together(work))
+    params = {n: SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in work}
     start = time.perf_counter()
-    llm.generate([one.prompt for one in work], params)
+    for part in parts:
+        llm.generate([one.prompt for one in part], [params[one.max_tokens] for one in part])
     seconds = time.perf_counter() - start
     after = llm.stats()
     return Turn(seconds, *(after[name] - before[name] for name in ("queried_tokens", "hit_tokens")))

@@ -245,5 +245,5 @@ def draw(plots: Iterable[Plot], path: Path) -> None:
         panel.legend()
         panel.grid(alpha=0.3)
     canvas.tight_layout()
-    canvas.savefig(path, dpi=100)
+    canvas.savefig(path, dpi=100, format="png")
     pyplot.close(canvas)

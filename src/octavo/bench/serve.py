@@ -21,7 +21,7 @@ from octavo.bench.figures import Outcome, Price, figures, summary
 from octavo.bench.loads import VOCAB_SIZE, Load, Talk, at_rate, words
 from octavo.bench.wire import DONE, Broken, Connection, Reply, series
 from octavo.bench.workloads import WORKLOADS, Work
-from octavo.client import Endpoint, message_of
+from octavo.client import SILENCE_S, Endpoint, message_of
 from octavo.errors import OctavoError
 
 SAMPLE_S = 0.5
@@ -57,12 +57,20 @@ class Target:
 
     @classmethod
     def find(
-        cls, url: str, name: str | None, model: str | None, key: str | None, path: Any, as_text: bool, vocab: int | None
+        cls,
+        url: str,
+        name: str | None,
+        model: str | None,
+        key: str | None,
+        path: Any,
+        as_text: bool,
+        vocab: int | None,
+        timeout_s: float = SILENCE_S,
     ) -> Target:
         """Ask the server for its model, and which tokens that knows. Raises OctavoError where none is told or given."""
         endpoint, told = Endpoint(url, key), list[dict[str, Any]]()
         try:
-            told = endpoint.models()
+            told = endpoint.models(timeout_s)
         except OctavoError:
             if model is None:
                 raise
@@ -454,7 +462,7 @@ def warnings(servers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """What makes figures less than they seem."""
     for server in servers:
         runs = server["runs"]
-        if any(run["client_cpu_share"] > BUSY for run in runs):
+        if any(run["client_cpu_share"] > BUSY for run in runs if run["completed"]):
             yield f"{server['name']}: this client was busy itself, so that times may be its own"
         if any(run["max_late_ms"] > LATE_MS for run in runs):
             late = max(run["max_late_ms"] for run in runs)

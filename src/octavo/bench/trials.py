@@ -146,9 +146,11 @@ def sheet(shape: Shape, gpu: Gpu, count: int) -> CostOf:
     if shape.experts > 1:
         raise ConfigError("model", f"has {shape.experts} experts: what its steps take is not known")
 
+    weights = shape.weight_bytes or (None if shape.feed_forward is None else 2 * shape.num_parameters)
+
     def cost(config: EngineConfig) -> Cost:
         dtype = ALIASES.get(config.kv_cache_dtype, config.kv_cache_dtype)
-        return Sheet(shape.model, gpu, count, dtype, config.block_size, weight_bytes=shape.weight_bytes)
+        return Sheet(shape.model, gpu, count, dtype, config.block_size, weight_bytes=weights)
 
     return cost
 
@@ -204,17 +206,16 @@ def simulated(config: EngineConfig, cost_of: CostOf, arrivals: Sequence[Arrival]
     config = config.for_model(context_length)
     simulation = Simulation(engine(config, cost_of(config)), arrivals)
     simulation.run()
-    told, samples = simulation.report(), simulation.figures.timeline.samples
+    told, figures = simulation.report(), simulation.figures
     nothing = {"mean": math.inf, "p99": math.inf}
     whole, first = told["request_s"] or nothing, told["first_token_s"] or nothing
-    running = [sample.running for sample in samples]
     return Result(
         output_tokens_per_s=told["output_tokens_per_s"],
         request_s=whole["mean"],
         request_p99_s=whole["p99"],
         first_token_p99_s=first["p99"],
-        running=sum(running) / max(len(running), 1),
-        most_running=max(running, default=0),
+        running=(figures.whole.total - figures.queue.total) / max(simulation.now, 1e-9),
+        most_running=figures.most_running,
         hit_rate=told["hit_rate"],
         num_preemptions=told["num_preemptions"],
         num_refused=told["refused"],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 FIRST_TOKEN = 100
@@ -35,6 +35,10 @@ class Workload(NamedTuple):
         count = num_requests or self.num_requests
         warm_up = self.make(min(4, count), vocab_size, random.Random(seed + 1_000_003))
         return [one._replace(max_tokens=4) for one in warm_up], self.make(count, vocab_size, random.Random(seed))
+
+    def together(self, work: Sequence[Work]) -> Iterator[Sequence[Work]]:
+        """The requests in parts that may run together."""
+        return (work[at : at + (self.at_once or len(work))] for at in range(0, len(work), self.at_once or len(work)))
 
 
 def rates(work: list[Work], seconds: float) -> dict[str, float]:

@@ -198,7 +198,10 @@ def day(
     json_file: Annotated[
         Path | None,
         typer.Option(
-            "--json", metavar="FILE", help="Write the figures to this file after each configuration.", callback=writable
+            "--json",
+            metavar="FILE",
+            help="Write the figures to this file after each configuration.",
+            callback=writable,
         ),
     ] = None,
     resume: Annotated[

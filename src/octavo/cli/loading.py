@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from octavo import __version__
-from octavo.cli.options import Html, Png, TraceKind, WorkloadName, writable
+from octavo.cli.options import Html, Json, Png, TraceKind, WorkloadName
 from octavo.cli.terminal import aside, counting, numbers, show_grid
 from octavo.errors import InvalidRequest
 
@@ -122,9 +122,7 @@ def bench_serve(
         float,
         typer.Option(min=0, help="Prompt tokens that one of an answer costs as much as.", rich_help_panel="Figures"),
     ] = 4.0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all figures to it.", callback=writable)
-    ] = None,
+    json_file: Json = None,
     html: Html = None,
     png: Png = None,
 ) -> None:
@@ -132,7 +130,8 @@ def bench_serve(
 
     With several servers each run is done by all of them in turn, who is first changing from round to round; no two runs
     have prompts in common. Tokens are those that the server counts (usage), else its events. Names are those of vLLM's
-    bench serve. Ctrl-C ends early and keeps what was measured. docs/benchmarking.md tells more.
+    bench serve. Ctrl-C ends early and keeps what was measured. Where no request is answered the status is 1.
+    docs/benchmarking.md tells more.
     """
     from octavo.bench import charts, loads
     from octavo.bench import serve as serving
@@ -157,7 +156,7 @@ def bench_serve(
     plan = serving.Plan(
         load,
         _rates(request_rate, load.paced),
-        list(numbers("concurrency", concurrency)) or [None],
+        _bounds(concurrency),
         rounds=rounds,
         seed=seed,
         timeout_s=timeout,
@@ -166,11 +165,14 @@ def bench_serve(
         goals=goals(goodput or []),
         price=None if price_per_hour is None else Price(price_per_hour, output_weight),
     )
-    names: list[str | None] = [*(name or []), *[None] * len(url)]
     known = model or []
+    for option, given in (("name", name or []), ("model", known)):
+        if len(given) > len(url):
+            raise InvalidRequest(option, f"is given {len(given)} times, for {len(url)} servers")
+    names: list[str | None] = [*(name or []), *[None] * len(url)]
     models: list[str | None] = [*known, *[known[0] if len(known) == 1 else None] * len(url)]
     targets = [
-        serving.Target.find(one, called, served, api_key, endpoint.value, as_text, vocab_size)
+        serving.Target.find(one, called, served, api_key, endpoint.value, as_text, vocab_size, timeout)
         for one, called, served in zip(url, names, models, strict=False)
     ]
     on = machine()
@@ -201,6 +203,8 @@ def bench_serve(
     if not whole:
         aside.print("interrupted: these are the figures so far", style="red")
         raise typer.Exit(130)
+    if not any(run["completed"] for server in servers for run in server["runs"]):
+        raise typer.Exit(1)
 
 
 BENCH_SERVE = (
@@ -213,6 +217,14 @@ BENCH_SERVE = (
 
 def _plain_option(value: Any) -> Any:
     return value.value if isinstance(value, StrEnum) else str(value) if isinstance(value, Path) else value
+
+
+def _bounds(text: str) -> list[int | None]:
+    """Requests at once; None for no bound."""
+    bounds = numbers("concurrency", text)
+    if any(bound < 1 for bound in bounds):
+        raise InvalidRequest("concurrency", f"must be numbers above 0, with commas between them, got {text!r}")
+    return list(bounds) or [None]
 
 
 def _rates(text: str | None, paced: bool) -> list[float | None]:

@@ -204,9 +204,27 @@ SHAPE_HELP = "A config.json, a folder with one, a .gguf file, a catalogue name, 
 HTML_HELP = "Write tables and plots to this file, one page that asks no server for anything."
 PNG_HELP = "Write the plots to this file; that needs matplotlib (pip install matplotlib)."
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+
+
+def writable(path: Path | None) -> Path | None:
+    """A file that what is found can be written to, said before anything is measured."""
+    if path is None:
+        return None
+    if path.is_dir():
+        raise typer.BadParameter(f"{path} is a directory")
+    if not path.exists() and not path.parent.is_dir():
+        raise typer.BadParameter(f"there is no directory {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise typer.BadParameter(f"{path} cannot be written")
+    return path
+
+
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help=HTML_HELP, callback=writable)]
+Json = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write the figures to this file too.", callback=writable),
+]
 Png = Annotated[Path | None, typer.Option("--png", metavar="FILE", help=PNG_HELP, callback=writable)]
-Json = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.", callback=writable)]
 
 
 class WorkloadName(StrEnum):
@@ -235,6 +253,9 @@ PLAIN_OPTIONS = {
     "config",
     "gpu",
     "lengths",
+    "measure",
+    "output_tokens",
+    "prompt_tokens",
     "shared_tokens",
     "tensor_parallel_size",
     "weight_dtype",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from difflib import get_close_matches
@@ -16,7 +16,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn
 
 from octavo.cli.options import SHAPE_HELP, UNGATED, Html, Json, Png, TraceKind, parse_bytes, takes, writable
-from octavo.cli.terminal import aside, counting, fetch, screen, text_of
+from octavo.cli.terminal import aside, counting, fetch, screen, show
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, InvalidRequest, ModelError
 
@@ -87,6 +87,10 @@ def plan(
         return
     if model is None:
         raise InvalidRequest("model", "name one: octavo plan MODEL, or see octavo plan --list")
+    if measure and not page_sizes:
+        raise ConfigError("measure", "goes with --page-sizes")
+    if (why := _nothing_to_page(Path(model).expanduser())) is not None:
+        raise ModelError(model, why)
     shape = _shape(model)
     engine = replace(engine, kv_cache_dtype="bf16" if kv_cache_dtype == "fp16" else kv_cache_dtype)
     wanted = sums.each_of(lengths, prompt_tokens, output_tokens, shared_tokens)
@@ -97,8 +101,7 @@ def plan(
     devices += [sums.gpu(name, tensor_parallel_size, gpu_memory_utilization) for name in gpu or ()]
     if memory is not None:
         devices.append(sums.Device("given", memory, tensor_parallel_size))
-    if not devices and tensor_parallel_size > 1:
-        raise ConfigError("tensor_parallel_size", "needs --gpu or --memory: this engine computes in one process")
+    _in_one_process(tensor_parallel_size, not devices)
     told = kv_cache_dtype if kv_cache_dtype == "fp16" else ""
     plans = [
         sums.plan(shape, engine, wanted, where, weight_dtype=weight_dtype, kv_dtype=told)
@@ -108,7 +111,13 @@ def plan(
         screen.print(json.dumps(document(model, shape, plans), indent=1))
         return
     for line in lines(model, shape, plans):
-        screen.print(line)
+        show(line)
+
+
+def _in_one_process(count: int, here: bool) -> None:
+    """Raises ConfigError for several devices where the model is to run here."""
+    if here and count > 1:
+        raise ConfigError("tensor_parallel_size", "needs --gpu or --memory: this engine computes in one process")
 
 
 def _page_sizes(model: str, shape: Shape, engine: EngineConfig, wanted: list[Demand], measure: bool, js: bool) -> None:
@@ -128,14 +137,14 @@ def _page_sizes(model: str, shape: Shape, engine: EngineConfig, wanted: list[Dem
         screen.print(json.dumps(figures, indent=1))
         return
     for line in report(costs, measured):
-        screen.print(line)
+        show(line)
 
 
 def _shape(model: str) -> Shape:
     """What is known of a model without loading it."""
     from octavo.models import catalog
     from octavo.planner.known import MODELS, Shape
-    from octavo.planner.memory import read_shape
+    from octavo.planner.shapes import read_shape
 
     path = Path(model).expanduser()
     if model in catalog.MODELS or path.suffix == ".gguf":
@@ -163,7 +172,10 @@ def simulate(
     chars_per_token: Annotated[float, typer.Option(min=0.1, help="Where a trace has texts only.")] = 4.0,
     calibration: Annotated[Path | None, typer.Option(help="What steps take: a file of octavo bench calibrate.")] = None,
     model: Annotated[str | None, typer.Option(help="Instead, a well-known model; a wrong name lists them.")] = None,
-    gpu: Annotated[str, typer.Option(help="On this GPU, by its data sheet; a wrong name lists them.")] = "h100",
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="On this GPU, by its data sheet; a wrong name lists them.", show_default="h100"),
+    ] = None,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs that each layer is split over.")] = 1,
     json_file: Json = None,
     chrome_trace: Annotated[
@@ -184,6 +196,7 @@ def simulate(
     from octavo.simulator import simulate as simulator
 
     check_png(png)
+    engine = replace(engine, max_num_seqs=_at_once(trace) or engine.max_num_seqs)
     cost, engine = _cost(calibration, model, gpu, tensor_parallel_size, engine)
     core = simulator.engine(engine, cost)
     arrivals = islice(arrivals_of_trace(trace, kind, requests, rate, chars_per_token, engine.seed), requests)
@@ -194,7 +207,9 @@ def simulate(
             simulation.run(shown)
         except KeyboardInterrupt:
             whole = False
-    figures = {"trace": trace, "whole": whole, "engine": asdict(engine), **simulation.report()}
+    on = str(calibration) if model is None else f"{tensor_parallel_size} × {gpu or DEFAULT_GPU}"
+    asked = {"model": getattr(cost, "model", model), "on": on, "rate": rate}
+    figures = {"trace": trace, "whole": whole, **asked, "engine": asdict(engine), **simulation.report()}
     if json_file is not None:
         json_file.write_text(json.dumps(figures) + "\n")
     lines = list(_simulated(figures))
@@ -206,30 +221,46 @@ def simulate(
         raise typer.Exit(130)
 
 
+DEFAULT_GPU = "h100"
+
+
 def _cost(
-    calibration: Path | None, model: str | None, gpu: str, count: int, config: EngineConfig
+    calibration: Path | None, model: str | None, gpu: str | None, count: int, config: EngineConfig
 ) -> tuple[Cost, EngineConfig]:
     """What steps take, and the configuration with the pages of its layout."""
     from octavo.gpus import GPUS
-    from octavo.kv_format import ALIASES
     from octavo.planner.known import MODELS
     from octavo.simulator.cost import Measured, Sheet
 
     if (calibration is None) == (model is None):
         raise ConfigError("model", "name either a well-known model, or a --calibration file")
     if calibration is not None:
+        _alone(gpu, count)
         if config.kv_layout == "contiguous":
             if config.max_model_len is None:
                 raise ConfigError("max_model_len", "is what a reservation holds: kv_layout contiguous needs it here")
             config = config.for_model(config.max_model_len)
-        return Measured.open(calibration).at(config.kv_cache_dtype, config.block_size), config
+        kept = tuple(sorted(set(config.kv_cache_dtype_skip_layers)))
+        return Measured.open(calibration).at(config.kv_cache_dtype, config.block_size, kept), config
     dense = {name: shape.model for name, shape in MODELS.items() if shape.experts == 1}
-    for option, name, known in (("model", model, dense), ("gpu", gpu, GPUS)):
-        if name not in known:
-            raise ConfigError(option, f"{name!r} is not known: there are {', '.join(known)}")
-    dtype = ALIASES.get(config.kv_cache_dtype, config.kv_cache_dtype)
-    config = config.for_model(dense[str(model)].context_length)
-    return Sheet(dense[str(model)], GPUS[gpu], count, dtype, config.block_size), config
+    model, gpu = _known("model", str(model), dense), _known("gpu", gpu or DEFAULT_GPU, GPUS)
+    context = dense[model].context_length
+    config = replace(config.for_model(context), max_model_len=config.longest(context))
+    pages = config.kv_format(dense[model])
+    return Sheet(dense[model], GPUS[gpu], count, pages.dtype, pages.block_size, bf16_layers=pages.bf16_layers), config
+
+
+def _alone(gpu: str | None, count: int) -> None:
+    """Raises ConfigError for GPUs beside a calibration."""
+    if gpu is not None or count > 1:
+        raise ConfigError("calibration", "is of its own machine: gpu and tensor_parallel_size go without it")
+
+
+def _known(option: str, name: str, table: Mapping[str, Any]) -> str:
+    """The name as a table has it, in small letters. Raises ConfigError."""
+    if name.lower() not in table:
+        raise ConfigError(option, f"{name!r} is not known: there are {', '.join(table)}")
+    return name.lower()
 
 
 def arrivals_of_trace(
@@ -241,11 +272,22 @@ def arrivals_of_trace(
     if trace in WORKLOADS and not Path(trace).exists():
         _, work = WORKLOADS[trace].draw(requests, 49_152, seed)
         arrivals = arrivals_of(work)
+    elif not Path(trace).exists():
+        raise InvalidRequest("trace", f"{trace} is no file, and no workload: those are {', '.join(WORKLOADS)}")
     else:
         arrivals = read(Path(trace), kind and kind.value, chars_per_token=chars_per_token)
     return arrivals if rate is None else paced(arrivals, rate, seed)
 
 
+def _at_once(trace: str) -> int | None:
+    """How many of a workload's requests may run together, where it says so."""
+    from octavo.bench.workloads import WORKLOADS
+
+    return WORKLOADS[trace].at_once if trace in WORKLOADS and not Path(trace).exists() else None
+
+
+ALONE_S = 86_400.0
+"""Between requests of which one is over before the next comes."""
 ADVISED = (
     *("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"),
     *("swap_space", "kv_cache_dtype", "preemption_mode"),
@@ -333,16 +375,19 @@ def advise(
             trace,
             list(islice(arrivals_of_trace(trace, kind, requests, rate, chars_per_token, engine.seed), requests)),
         )
+        if rate is None and _at_once(trace) == 1:
+            arrivals = [one._replace(at=number * ALONE_S) for number, one in enumerate(arrivals)]
     else:
         name, arrivals = lengths, trials.of_lengths(lengths, shared_tokens, requests, rate, engine.seed)
-    if gpu is not None and gpu not in GPUS:
-        raise ConfigError("gpu", f"{gpu!r} is not known: there are {', '.join(GPUS)}")
+    gpu = gpu and _known("gpu", gpu, GPUS)
+    _in_one_process(tensor_parallel_size, gpu is None and memory is None)
     where: Device | int = available_memory()
     if gpu is not None:
         where = Device(gpu, memory or GPUS[gpu].memory_bytes, tensor_parallel_size, 1.0 if memory else MEMORY_SHARE)
     elif memory is not None:
         where = Device("given", memory, tensor_parallel_size)
     if calibration is not None:
+        _alone(gpu, tensor_parallel_size)
         cost_of = trials.timed(shape, Measured.open(calibration))
     else:
         cores = processor(available_cores(), memory or available_memory())
@@ -371,15 +416,12 @@ def advise(
 def _nothing_to_page(path: Path) -> str | None:
     """Why a model's config.json, or a pipeline's model_index.json, has no use for pages."""
     from octavo.planner.advisor import nothing_to_page
+    from octavo.planner.shapes import read_object
 
     files = [path / "model_index.json", path / "config.json"] if path.is_dir() else [path]
     for file in files:
         if file.suffix == ".json" and file.is_file():
-            try:
-                raw = json.loads(text_of(file))
-            except ValueError as error:
-                raise ModelError(file, f"cannot be read as JSON: {error}") from error
-            return nothing_to_page(raw) if isinstance(raw, dict) else None
+            return nothing_to_page(read_object(file))
     return None
 
 
@@ -408,6 +450,7 @@ def _simulated(of: dict[str, Any]) -> Iterator[tuple[str, str]]:
             return "–"
         return ", ".join(f"{key} {factor * times[key]:,.1f} {unit}" for key in ("p50", "p90", "p99"))
 
+    yield "simulated", f"{of['model']} on {of['on']}" + (f", {of['rate']:g} requests a second" if of["rate"] else "")
     refused = f"; {of['refused']:,} were refused as too long" if of["refused"] else ""
     yield "requests", f"{of['finished']:,} of {of['requests']:,}, {of['requests_per_s']:.2f} a second{refused}"
     yield "time", f"{of['seconds']:,.1f} s in {of['wall_s']:.1f} s: {of['times_real_time']:,.0f} times real time"

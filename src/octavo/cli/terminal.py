@@ -16,6 +16,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TransferSpeedColumn,
 )
+from rich.table import Table
 
 from octavo.errors import InvalidRequest
 
@@ -50,6 +51,13 @@ def numbers(name: str, text: str) -> list[int]:
         return [int(number) for number in text.split(",") if number]
     except ValueError:
         raise InvalidRequest(name, f"must be whole numbers with commas between them, got {text!r}") from None
+
+
+def show(line: str | Table) -> None:
+    """A line, or a table at its own width: no figure is cut where the terminal, or a pipe, is narrower."""
+    if isinstance(line, Table):
+        line.width = screen.measure(line, options=screen.options.update(max_width=1 << 16)).maximum
+    screen.print(line)
 
 
 def show_grid(grid: Grid, *below: str) -> None:

@@ -47,9 +47,7 @@ def pool_size(config: EngineConfig, format: KVFormat, context_length: int, avail
 
     Raises ConfigError naming both numbers and the option.
     """
-    wanted = config.max_model_len or context_length
-    if wanted > context_length:
-        raise ConfigError("max_model_len", f"{wanted} tokens are more than the model's context of {context_length}")
+    wanted = config.longest(context_length)
     needed = max(1, format.num_pages(wanted - 1))
     option, budget = "kv_cache_memory_bytes", config.kv_cache_memory_bytes
     if budget is None:

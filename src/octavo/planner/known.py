@@ -15,13 +15,15 @@ from octavo.config import Architecture, ModelConfig
 class Shape(NamedTuple):
     """What decides a model's memory, and where that is said. `weight_bytes` is known where the weights are at hand.
 
-    `experts` gated networks lie in each layer; all of them are in memory, however few a token uses.
+    `experts` gated networks lie in each layer; all of them are in memory, however few a token uses. `feed_forward` are
+    the parameters of all layers' networks where they are not just that.
     """
 
     source: str
     model: ModelConfig
     experts: int = 1
     weight_bytes: int | None = None
+    feed_forward: int | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -29,10 +31,12 @@ class Shape(NamedTuple):
         c = self.model
         q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         attention = c.hidden_size * (2 * q + 2 * kv) + c.qkv_bias * (q + 2 * kv) + c.qk_norm * 2 * c.head_dim
-        feed_forward = self.experts * 3 * c.hidden_size * c.intermediate_size
-        router = self.experts * c.hidden_size if self.experts > 1 else 0
-        layer = attention + feed_forward + router + 2 * c.hidden_size
-        return c.num_layers * layer + (2 - c.tie_embeddings) * c.vocab_size * c.hidden_size + c.hidden_size
+        feed_forward = self.feed_forward
+        if feed_forward is None:
+            router = self.experts * c.hidden_size if self.experts > 1 else 0
+            feed_forward = c.num_layers * (self.experts * 3 * c.hidden_size * c.intermediate_size + router)
+        layers = c.num_layers * (attention + 2 * c.hidden_size) + feed_forward
+        return layers + (2 - c.tie_embeddings) * c.vocab_size * c.hidden_size + c.hidden_size
 
 
 def _shape(

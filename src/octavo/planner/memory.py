@@ -15,16 +15,14 @@ a stated formula:
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from octavo.config import EngineConfig, ModelConfig
-from octavo.engine.sizing import host_size, pool_size
-from octavo.errors import ConfigError, ModelError
+from octavo.engine.sizing import GIB, host_size, pool_size
+from octavo.errors import ConfigError
 from octavo.gpus import GPUS
 from octavo.kv_format import KVFormat, whole_block_size
 from octavo.planner.known import Shape
@@ -47,7 +45,7 @@ class Device(NamedTuple):
 
 def gpu(name: str, number: int = 1, share: float = 0.9) -> Device:
     """A GPU of the table. Raises ConfigError."""
-    if name not in GPUS:
+    if (name := name.lower()) not in GPUS:
         raise ConfigError("gpu", f"there is no {name!r}, but {', '.join(GPUS)}; --memory takes any size")
     return Device(name, GPUS[name].memory_bytes, number, share)
 
@@ -136,20 +134,23 @@ def plan(
         device, item_bytes = where, 2
     else:
         device, item_bytes = Device("this machine", where), 4
-    number, model = device.number, _divided(shape.model, device.number)
+    number, model = device.number, shape.model.divided(device.number)
     weights = -(-weights // number)
     activations = _activations(model, config, item_bytes)
     pages = config.for_model(model.context_length).kv_format(model)
-    max_model_len, num_host_pages = config.max_model_len or model.context_length, 0
+    max_model_len = config.longest(model.context_length)
     if isinstance(where, int):
         num_pages, max_model_len = pool_size(config, pages, model.context_length, where - weights)
         num_host_pages = host_size(config, pages, where - weights - num_pages * pages.page_bytes)
-    elif config.kv_cache_memory_bytes is not None:
-        num_pages = config.kv_cache_memory_bytes // number // pages.page_bytes
     else:
-        num_pages = max(int(device.memory_bytes * device.share) - weights - activations, 0) // pages.page_bytes
+        left = max(int(device.memory_bytes * device.share) - weights - activations, 0)
+        num_pages = _given_pages(config.kv_cache_memory_bytes, number, left, pages) or left // pages.page_bytes
+        num_host_pages = int(config.swap_space * GIB) // number // pages.page_bytes
     reservation = replace(pages, block_size=whole_block_size(max_model_len))
-    demands = demands or [Demand(length) for length in [*filter(max_model_len.__gt__, USUAL_LENGTHS), max_model_len]]
+    longest = max_model_len
+    if isinstance(where, int) and num_pages < pages.num_pages(longest):
+        longest -= 1  # it was cut to what fits, and the last token drawn is never stored
+    demands = demands or [Demand(length) for length in [*filter(longest.__gt__, USUAL_LENGTHS), longest]]
     rooms = [room(pages, reservation, num_pages, (demand,)) for demand in demands]
     fixed, for_each_token = INDEX_BYTES
     return Plan(
@@ -169,7 +170,7 @@ def plan(
         page_table_bytes=4 * pages.num_pages(max_model_len) * config.max_num_seqs,
         index_bytes=num_pages * (fixed + for_each_token * pages.block_size),
         max_model_len=max_model_len,
-        sequence_bytes=number * pages.num_pages(max_model_len) * pages.page_bytes,
+        sequence_bytes=number * pages.num_pages(max(max_model_len - 1, 1)) * pages.page_bytes,
         reservation_tokens=reservation.block_size,
         reservation_bytes=number * reservation.page_bytes,
         num_reservations=num_pages * pages.page_bytes // reservation.page_bytes,
@@ -208,6 +209,19 @@ def room(format: KVFormat, reservation: KVFormat, num_pages: int, demands: Seque
     )
 
 
+def _given_pages(budget: int | None, number: int, left: int, pages: KVFormat) -> int:
+    """Of each device, for a pool of so many bytes altogether, where each has so many left; 0 if none was asked for."""
+    if budget is None:
+        return 0
+    if budget // number < pages.page_bytes:
+        least = f"one page takes {number * pages.page_bytes:,} bytes and the pool gives {budget:,}"
+        raise ConfigError("kv_cache_memory_bytes", least)
+    if budget // number > left:
+        most = f"{budget:,} bytes are more than the {number * left:,} that weights and activations leave"
+        raise ConfigError("kv_cache_memory_bytes", most)
+    return budget // number // pages.page_bytes
+
+
 def _weight_bytes(shape: Shape, dtype: str | None) -> int:
     if dtype is None and shape.weight_bytes is not None:
         return shape.weight_bytes
@@ -216,91 +230,10 @@ def _weight_bytes(shape: Shape, dtype: str | None) -> int:
     return math.ceil(shape.num_parameters * WEIGHT_BITS[dtype] / 8)
 
 
-def _divided(model: ModelConfig, number: int) -> ModelConfig:
-    """What one of `number` devices holds of a model: its share of the heads and of the inner columns.
-
-    Where there are more devices than KV heads, each of them has a copy of one. Raises ConfigError.
-    """
-    kv_heads = model.num_kv_heads
-    if model.num_heads % number or (kv_heads % number and number % kv_heads):
-        heads = f"{model.num_heads} heads over {kv_heads} of keys and values"
-        raise ConfigError("tensor_parallel_size", f"{number} devices cannot share {heads} equally")
-    return replace(
-        model,
-        num_heads=model.num_heads // number,
-        num_kv_heads=max(kv_heads // number, 1),
-        intermediate_size=-(-model.intermediate_size // number),
-        vocab_size=-(-model.vocab_size // number),
-    )
-
-
 def _activations(model: ModelConfig, config: EngineConfig, item_bytes: int) -> int:
     heads = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
     row = 2 * model.hidden_size + heads + 3 * model.intermediate_size
     return config.max_num_batched_tokens * row * item_bytes + config.max_num_seqs * model.vocab_size * 4
-
-
-# ── shapes from files ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def read_shape(path: Path) -> Shape:
-    """The shape of a config.json, or of a folder with one; the sizes of its safetensors files count as the weights'.
-
-    Raises ModelError for models whose keys and values are not kept for every layer and token.
-    """
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(file, f"cannot be read as JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ModelError(file, "must hold a JSON object")
-    weights = sum(_data_bytes(part) for part in path.glob("*.safetensors")) if path.is_dir() else 0
-    return shape_of(file, raw)._replace(weight_bytes=weights or None)
-
-
-def shape_of(path: Path, raw: dict[str, Any]) -> Shape:
-    """The shape that a config.json describes; see `read_shape`."""
-    for key in ("kv_lora_rank", "num_kv_shared_layers", "cla_share_factor"):
-        if raw.get(key):
-            raise ModelError(path, f"has {key} = {raw[key]!r}: these sums are for models that keep all keys and values")
-    kinds = raw.get("layer_types") or ()
-    if others := set(map(str, kinds)) - {"full_attention", "sliding_attention"}:
-        raise ModelError(path, f"has layers of {', '.join(sorted(others))}: these sums are for layers of attention")
-
-    def whole(*keys: str, default: int | None = None) -> int:
-        value = next((raw[key] for key in keys if raw.get(key) is not None), default)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-            raise ModelError(path, f"has {keys[0]} = {value!r}, which is not a whole number from 1 to {2**31 - 1}")
-        return value
-
-    hidden, heads = whole("hidden_size"), whole("num_attention_heads")
-    kind = raw.get("model_type")
-    windowed = raw.get("sliding_window") is not None and raw.get("use_sliding_window", kind == "mistral") is True
-    config = ModelConfig(
-        architecture=kind if kind in ("mistral", "qwen2", "qwen3") else "llama",
-        num_layers=whole("num_hidden_layers"),
-        hidden_size=hidden,
-        intermediate_size=whole("moe_intermediate_size", "intermediate_size"),
-        num_heads=heads,
-        num_kv_heads=whole("num_key_value_heads", default=1 if raw.get("multi_query") is True else heads),
-        head_dim=whole("head_dim", default=max(hidden // heads, 1)),
-        vocab_size=whole("vocab_size"),
-        context_length=whole("max_position_embeddings"),
-        norm_eps=1e-5,
-        rope_theta=1e4,
-        sliding_window=whole("sliding_window") if windowed else None,
-        tie_embeddings=raw.get("tie_word_embeddings") is True,
-        qkv_bias=kind == "qwen2",
-        qk_norm=kind in ("qwen3", "qwen3_moe"),
-    )
-    return Shape(str(path), config, whole("num_local_experts", "num_experts", default=1))
-
-
-def _data_bytes(file: Path) -> int:
-    """Of the tensors in a safetensors file: what follows its header."""
-    with file.open("rb") as stream:
-        return max(file.stat().st_size - 8 - int.from_bytes(stream.read(8), "little"), 0)
 
 
 def each_of(lengths: str, prompt: int | None, output: int | None, shared: int) -> list[Demand]:
@@ -311,9 +244,14 @@ def each_of(lengths: str, prompt: int | None, output: int | None, shared: int) -
         raise ConfigError("lengths", f"must look like 150,4096, got {lengths!r}") from None
     if prompt is not None or output is not None:
         demands.append(Demand(1 if prompt is None else prompt, 1 if output is None else output, shared))
+    for name, number in (("prompt_tokens", prompt), ("output_tokens", output)):
+        if number is not None and number < 1:
+            raise ConfigError(name, f"must be a number of tokens above 0, got {number}")
+    if shared and not demands:
+        raise ConfigError("shared_tokens", "is a part of prompts: give lengths or prompt_tokens too")
     for demand in demands:
-        if min(demand[:2]) < 1:
-            raise ConfigError("lengths", f"must be numbers of tokens above 0, got {min(demand[:2])}")
+        if demand.prompt_tokens < 1:
+            raise ConfigError("lengths", f"must be numbers of tokens above 0, got {demand.prompt_tokens}")
         if not 0 <= shared <= demand.prompt_tokens:
             raise ConfigError("shared_tokens", f"{shared:,} is not from 0 to the prompt's {demand.prompt_tokens:,}")
     return demands

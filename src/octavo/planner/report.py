@@ -45,6 +45,8 @@ def lines(name: str, shape: Shape, plans: Sequence[Plan]) -> Iterator[str | Tabl
         yield _rooms(plan.rooms)
         if not plan.num_pages:
             yield "Weights and activations leave no room."
+        elif plan.weight_bytes + plan.pool_bytes > plan.memory_bytes:
+            yield "Weights and pool are more than the memory."
 
 
 def advice_document(model: str, advice: Advice) -> dict[str, Any]:

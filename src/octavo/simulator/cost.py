@@ -6,9 +6,11 @@ Plain sums over what a step computes. Nothing is scheduled here and nothing meas
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -102,8 +104,11 @@ class Measured:
     weight_bytes: int
     memory_bytes: int
 
-    def at(self, dtype: str, block_size: int) -> Measured:
+    def at(self, dtype: str, block_size: int, bf16_layers: tuple[int, ...] = ()) -> Measured:
         """The same with pages of another size. Raises ConfigError for another dtype, whose steps take other times."""
+        if bf16_layers not in ((), self.format.bf16_layers):
+            timed = ", ".join(map(str, self.format.bf16_layers)) or "none"
+            raise ConfigError("kv_cache_dtype_skip_layers", f"were not timed: this calibration has {timed}")
         if dtype not in ("auto", self.format.dtype):
             raise ConfigError("kv_cache_dtype", f"{dtype} was not timed: this calibration is of {self.format.dtype}")
         return self.holding(replace(self.format, block_size=block_size))
@@ -134,13 +139,22 @@ class Measured:
         figures = {**asdict(self), "load_s": {tier.name.lower(): seconds for tier, seconds in self.load_s.items()}}
         path.write_text(json.dumps({"cost": figures, **about}, indent=1) + "\n")
 
+    def _check(self) -> None:
+        """Raises ValueError for figures that are no times, or no sizes."""
+        f, (rows, lines) = self.format, zip(*self.knots, strict=True)
+        times = (*lines, self.draw_s, self.seen_s, self.pair_s, self.stored_s, *self.load_s.values())
+        sizes = (self.memory_bytes, f.num_layers, f.num_kv_heads, f.head_dim, f.block_size, f.page_bytes)
+        ascend = len(rows) > 1 and all(before < after for before, after in pairwise(rows))
+        if not (ascend and all(map(math.isfinite, times)) and min(times) >= 0 and min(sizes) > 0):
+            raise ValueError("has a time or a size that is none")
+
     @classmethod
     def open(cls, path: Path) -> Measured:
         """Raises ConfigError("calibration")."""
         try:
             figures = json.loads(path.read_text())["cost"]
             kept = tuple(figures["format"]["bf16_layers"])
-            return cls(
+            found = cls(
                 **{
                     **figures,
                     "format": KVFormat(**figures["format"] | {"bf16_layers": kept}),
@@ -148,7 +162,9 @@ class Measured:
                     "load_s": {Tier[name.upper()]: seconds for name, seconds in figures["load_s"].items()},
                 }
             )
-        except (OSError, KeyError, TypeError, ValueError) as error:
+            found._check()
+            return found
+        except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError("calibration", f"{path} is no file of octavo bench calibrate: {error!r}") from error
 
 
@@ -174,13 +190,23 @@ class Sheet:
     """A model in bf16 on `count` GPUs, each layer split over all: a step takes the larger of the times to read and to
     multiply what it must, and the time to add the layers' halves up, twice a layer.
 
-    Weights of `weight_bytes` in all are read as such, and multiplied like others.
+    Weights of `weight_bytes` in all are read as such, and multiplied like others. Raises ConfigError for heads that so
+    many GPUs cannot share.
     """
 
     def __init__(
-        self, model: ModelConfig, gpu: Gpu, count: int, dtype: str, block_size: int, *, weight_bytes: int | None = None
+        self,
+        model: ModelConfig,
+        gpu: Gpu,
+        count: int,
+        dtype: str,
+        block_size: int,
+        *,
+        bf16_layers: tuple[int, ...] = (),
+        weight_bytes: int | None = None,
     ) -> None:
-        self.format = KVFormat(dtype, model.num_layers, model.num_kv_heads, model.head_dim, block_size)
+        kv_heads = count * model.divided(count).num_kv_heads  # with the copies that each GPU has of one
+        self.format = KVFormat(dtype, model.num_layers, kv_heads, model.head_dim, block_size, bf16_layers)
         q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         layer = model.hidden_size * (2 * q + 2 * kv + 3 * model.intermediate_size)
         head = model.hidden_size * model.vocab_size

@@ -68,6 +68,7 @@ class PricedExecutor:
         self.aside = NOTHING
         self._cost = cost
         self._moves: deque[tuple[float, Moved]] = deque()  # with their ends, in order
+        self._ends: dict[int, float] = {}  # of the same, by their numbers
 
     def execute(self, plan: StepPlan) -> StepResult:
         if plan.page_ops:
@@ -83,7 +84,8 @@ class PricedExecutor:
             self.now = max(self.now, self._moves[0][0])
         ended = []
         while self._moves and self._moves[0][0] <= self.now:
-            ended.append(self._moves.popleft()[1])
+            ended.append(moved := self._moves.popleft()[1])
+            del self._ends[moved.number]
         return StepResult([_answer(piece) for piece in plan.slices], ended, seconds)
 
     def glide(self, load: Load) -> float:
@@ -93,6 +95,7 @@ class PricedExecutor:
 
     def close(self) -> None:
         self._moves.clear()
+        self._ends.clear()
 
     def _begin(self, page_ops: Sequence[PageOp]) -> None:
         for op in page_ops:
@@ -100,8 +103,9 @@ class PricedExecutor:
                 seconds = self._cost.move_s(max(op.source.tier, op.target.tier))
                 end = max(self.now, self._moves[-1][0] if self._moves else 0.0) + seconds
                 self._moves.append((end, Moved(op.number, True, seconds)))
+                self._ends[op.number] = end
             elif not isinstance(op, CopyPage):  # a copy inside the pool is a small part of reading it
-                self.now = max([self.now, *(end for end, moved in self._moves if moved.number == op.number)])
+                self.now = max(self.now, self._ends.get(op.number, 0.0))
 
 
 def _answer(piece: Slice) -> SliceResult:
@@ -299,13 +303,14 @@ class _Open:
 
 @dataclass(slots=True)
 class Figures:
-    """What is counted while a trace runs. Times in seconds."""
+    """What is counted while a trace runs. Times in seconds; `most_running`: sequences that a step served at most."""
 
     num_arrived: int = 0
     num_finished: int = 0
     num_refused: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    most_running: int = 0
     queue: Histogram = field(default_factory=Histogram)
     first_token: Histogram = field(default_factory=Histogram)
     inter_token: Histogram = field(default_factory=Histogram)
@@ -441,7 +446,7 @@ class Simulation:
     def _count(self, outputs: list[Output], steady: int, start: float) -> None:
         """Take outputs in, and `steady` more from those who got a token in the step before as well."""
         figures, now, requests = self.figures, self.now, self._open
-        num_tokens = steady + len(outputs)
+        num_tokens, before = steady + len(outputs), figures.num_finished
         for output in outputs:
             one = requests[output.request_id]
             if one.latest == start:
@@ -458,6 +463,8 @@ class Simulation:
                 figures.whole.add(now - one.at)
                 if self._chrome is not None:
                     self._chrome.request(output.request_id, (one.at, one.scheduled, one.first, now))
+        ran = self.core.scheduler.num_running + figures.num_finished - before
+        figures.most_running = max(figures.most_running, ran)
         self._ended(start, num_tokens, steady)
 
     def _ended(self, start: float, num_tokens: int, steady: int) -> None:

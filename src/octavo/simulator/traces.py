@@ -7,8 +7,11 @@ number that is the own one of the run, then 1, 2, 3, … Pages are equal only af
 from __future__ import annotations
 
 import csv
+import gzip
 import json
+import math
 import random
+import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
@@ -21,6 +24,8 @@ from octavo.errors import InvalidRequest
 MAX_TOKENS = 1 << 30
 VOCAB_SIZE = 2 * MAX_TOKENS - 1
 """No made-up token is above it: a run has less than MAX_TOKENS tokens, and there are as many runs."""
+LONGEST = 1 << 24
+"""Tokens of a prompt or an answer that a trace may tell: beyond any model's context, and soon made up."""
 BLOCK_TOKENS = 512
 """Tokens that a hash of a Mooncake trace stands for."""
 _SPREAD = 0x2545F491  # odd, so that no two of 2^30 runs get the same number
@@ -63,19 +68,30 @@ def _numbers(bits: int) -> array[int]:
 def read(path: Path, kind: str | None = None, *, chars_per_token: float = 4.0) -> Iterator[Arrival]:
     """The requests of a trace file, in order of time; `kind` is one of READERS, None tells it by the first line.
 
-    Where there are only texts, a token has so many characters. Raises InvalidRequest("trace").
+    A name that ends in .gz is that of a compressed file. Where there are only texts, a token has so many characters.
+    Raises InvalidRequest("trace").
     """
+    opened: Any = gzip.open if path.suffix == ".gz" else open
+    number = 0
     try:
-        with path.open(encoding="utf-8-sig") as file:
+        with opened(path, "rt", encoding="utf-8-sig") as file:
             first = file.read(4096)
             file.seek(0)
-            yield from _in_order(READERS[kind or kind_of(first)](file, chars_per_token))
-    except (OSError, UnicodeDecodeError) as error:
+            arrivals = READERS[kind or kind_of(first)](file, chars_per_token)
+            for arrival in _in_order(arrivals):
+                number += 1
+                yield arrival
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise InvalidRequest("trace", f"{path} cannot be read: {error}") from error
-    except (IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError, csv.Error) as error:
         if isinstance(error, InvalidRequest):
             raise
-        raise InvalidRequest("trace", f"{path} is not a trace of this kind: {type(error).__name__}: {error}") from error
+        what = f"{type(error).__name__}: {error}"
+        raise InvalidRequest(
+            "trace", f"{path} is not a trace of this kind, after {number:,} requests: {what}"
+        ) from error
+    if not number:
+        raise InvalidRequest("trace", f"{path} holds no request")
 
 
 def arrivals_of(work: Iterable[tuple[Sequence[int], int]]) -> Iterator[Arrival]:
@@ -87,9 +103,11 @@ def arrivals_of(work: Iterable[tuple[Sequence[int], int]]) -> Iterator[Arrival]:
 def kind_of(first: str) -> str:
     """The kind of a trace, by its beginning."""
     line = first.lstrip().partition("\n")[0]
+    if not line:
+        raise InvalidRequest("trace", "the file is empty")
     if "ContextTokens" in line:
         return "azure"
-    if '"hash_ids"' in line or '"input_length"' in line:
+    if '"hash_ids"' in first or '"input_length"' in first:
         return "mooncake"
     if '"conversations"' in first or '"messages"' in first:
         return "sharegpt"
@@ -125,24 +143,28 @@ def _in_order(arrivals: Iterable[Arrival]) -> Iterator[Arrival]:
 def _azure(file: IO[str], chars_per_token: float) -> Iterator[Arrival]:
     """TIMESTAMP,ContextTokens,GeneratedTokens: no two prompts have anything in common."""
     began: datetime | None = None
-    rows = csv.reader(file)
+    rows = csv.reader(file, skipinitialspace=True)
     names = next(rows, [])
     at, context, generated = (names.index(name) for name in ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
-    for number, row in enumerate(row for row in rows if row):
+    for number, row in enumerate(row for row in rows if any(map(str.strip, row))):
         time = datetime.fromisoformat(row[at])
         began = began or time
-        prompt = tokens_of(number, max(int(row[context]), 1))
-        yield Arrival((time - began).total_seconds(), prompt, max(int(row[generated]), 1), 0)
+        prompt = tokens_of(number, _length(float(row[context])))
+        yield Arrival((time - began).total_seconds(), prompt, _length(float(row[generated])), 0)
 
 
 def _mooncake(file: IO[str], chars_per_token: float) -> Iterator[Arrival]:
-    """A JSON object a line. `hash_ids` name the prompt's parts of 512 tokens: equal ids are equal tokens.
+    """JSON objects. `hash_ids` name the prompt's parts of 512 tokens: equal ids are equal tokens.
 
     The numbers of answers' runs are odd, those of parts even.
     """
-    for number, line in enumerate(file):
-        row = json.loads(line)
-        num_prompt, parts = max(row["input_length"], 1), row.get("hash_ids")
+    began = None
+    for number, row in enumerate(_objects(file)):
+        time = row["timestamp"]
+        if not math.isfinite(time):
+            raise ValueError(f"{time} is no time")
+        began = time if began is None else began
+        num_prompt, parts = _length(row["input_length"]), row.get("hash_ids")
         answer = 2 * number + 1
         if parts is None:
             prompt = tokens_of(answer, num_prompt)
@@ -151,8 +173,8 @@ def _mooncake(file: IO[str], chars_per_token: float) -> Iterator[Arrival]:
             for part in parts:
                 prompt += tokens_of(2 * part, min(BLOCK_TOKENS, num_prompt - len(prompt)))
             if len(prompt) < num_prompt:
-                raise InvalidRequest("trace", f"line {number + 1} names {len(parts)} parts for {num_prompt} tokens")
-        yield Arrival(row["timestamp"] / 1000, prompt, max(row["output_length"], 1), own_token(answer))
+                raise InvalidRequest("trace", f"request {number + 1} names {len(parts)} parts for {num_prompt} tokens")
+        yield Arrival((time - began) / 1000, prompt, _length(row["output_length"]), own_token(answer))
 
 
 def _sharegpt(file: IO[str], chars_per_token: float) -> Iterator[Arrival]:
@@ -165,6 +187,8 @@ def _sharegpt(file: IO[str], chars_per_token: float) -> Iterator[Arrival]:
         length = 0
         for turn in conversation.get("conversations") or conversation.get("messages") or ():
             text = turn["value"] if "value" in turn else turn["content"]
+            if not isinstance(text, str):  # parts, of which some are texts; nothing beside a call of tools
+                text = "".join(part.get("text") or "" for part in text or ())
             count = max(round(len(text) / chars_per_token), 1)
             if length and (turn.get("from") or turn.get("role")) in ("gpt", "chatgpt", "bing", "bard", "assistant"):
                 yield Arrival(0.0, tokens_of(number, length), count, 0)
@@ -183,10 +207,19 @@ def _objects(file: IO[str]) -> Iterator[dict[str, Any]]:
                 value, at = decode(text, at)
             except json.JSONDecodeError:
                 break
+            if not isinstance(value, dict):
+                raise ValueError(f"{str(value)[:40]!r} is no JSON object")
             yield value
         text = text[at:]
     if text.strip(", \r\n\t]"):
         raise ValueError(f"{text[:40]!r} is not JSON")
+
+
+def _length(value: float) -> int:
+    """A number of tokens; at least one, as requests that brought or got none are in traces too."""
+    if isinstance(value, bool) or value != value // 1 or not 0 <= value <= LONGEST:
+        raise ValueError(f"{value!r} is not a number of tokens from 0 to {LONGEST:,}")
+    return max(int(value), 1)
 
 
 READERS: dict[str, Callable[[IO[str], float], Iterator[Arrival]]] = {
