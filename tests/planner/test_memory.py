@@ -171,13 +171,6 @@ def test_host_pages_are_counted_for_devices_too() -> None:
     assert found.num_host_pages == 8 * GIB // 5_242_880
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_memory_that_the_machine_does_not_give_is_named(folder: Path, backend: str) -> None:
-    config = EngineConfig(kv_cache_memory_bytes=1 << 49, backend=backend)  # more than addresses reach
-    with pytest.raises(ConfigError, match="kv_cache_memory_bytes: this machine does not give 562,949,953,"):
-        assemble(open_checkpoint(folder), config)
-
-
 def test_the_engines_refusals_are_the_plans() -> None:
     for where in (10**12, gpu("h200")):
         with pytest.raises(ConfigError, match="max_model_len: 131073 tokens are more than the model's context"):

@@ -192,13 +192,6 @@ def parse_bytes(text: str) -> int:
     return int(float(number) * base ** " kmgt".index(prefix.lower() or " "))
 
 
-def writable(path: Path | None) -> Path | None:
-    """A file for results, which are long in the making: whether it can be written is known before."""
-    if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
-        raise typer.BadParameter(f"{str(path)!r} cannot be written")
-    return path
-
-
 MODEL_HELP = "A catalogue name, a hub name, or the path of a .gguf file or a folder."
 SHAPE_HELP = "A config.json, a folder with one, a .gguf file, a catalogue name, or a well-known model"
 HTML_HELP = "Write tables and plots to this file, one page that asks no server for anything."

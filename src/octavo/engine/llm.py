@@ -165,11 +165,7 @@ def assemble(checkpoint: Checkpoint, config: EngineConfig, *, audit: bool = Fals
     sampler, guides = Sampler(ops, eos_token_ids), Guides(tokenizer, model.vocab_size)
     disk = _page_file(checkpoint, config, kv_format, ops)
     try:
-        try:
-            store = KVStore(ops, kv_format, num_pages, num_host_pages=num_host_pages, disk=disk)
-        except MemoryError as error:
-            asked = f"{(num_pages + num_host_pages) * kv_format.page_bytes:,} bytes"
-            raise ConfigError("kv_cache_memory_bytes", f"this machine does not give {asked} to pages") from error
+        store = KVStore(ops, kv_format, num_pages, num_host_pages=num_host_pages, disk=disk)
         runner = ModelRunner(decoder, store, sampler, guides)
         cache = CacheManager(
             num_pages,
