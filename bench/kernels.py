@@ -22,7 +22,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from octavo import _native
 from octavo.allowance import available_cores
 from octavo.bench.machine import Load, Run, Shape, machine, probe
 from octavo.config import ModelConfig
-from octavo.kv_format import KVFormat
+from octavo.kv_format import KV_BITS, KVFormat
 from octavo.ops.api import Footprint, Ops, Quantized, StepInputs, Tensor
 from octavo.ops.cpu import CpuOps
 from octavo.ops.reference import ReferenceOps
@@ -173,15 +173,13 @@ def attention(ops: Ops, steps: list[tuple[int, int, int]], dtypes: list[str]) ->
 
 
 def cases(ops: Ops, args: argparse.Namespace) -> Iterator[Case]:
-    rows = [int(n) for n in args.rows.split(",")]
-    for kind in args.formats.split(","):
+    for kind in args.formats:
         if "linear" in args.kernels:
-            yield from linears(ops, kind, rows)
+            yield from linears(ops, kind, args.rows)
         if "vocabulary" in args.kernels:
-            yield from vocabulary(ops, kind, rows)
+            yield from vocabulary(ops, kind, args.rows)
     if "attention" in args.kernels:
-        steps = [tuple(map(int, step.split("x"))) for step in args.steps.split(",")]
-        yield from attention(ops, steps, args.kv_dtypes.split(","))
+        yield from attention(ops, args.steps, args.kv_dtypes)
 
 
 def time_of(run: Callable[[], None], repeats: int) -> list[float]:
@@ -206,25 +204,54 @@ def show(result: dict[str, Any]) -> None:
     print(f"{line}{100 * result['share']:>6.0f} %{ratio}", file=sys.stderr)
 
 
+def count(word: str) -> int:
+    if (number := int(word)) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {word}")
+    return number
+
+
+def step(word: str) -> tuple[int, ...]:
+    numbers = tuple(map(count, word.split("x")))
+    if len(numbers) != 3 or not numbers[2] <= numbers[1] <= MODEL.context_length:
+        reason = f"must be sequences x tokens x rows, of {MODEL.context_length} tokens at most and no more rows"
+        raise argparse.ArgumentTypeError(f"{reason}, got {word}")
+    return numbers
+
+
+def several(of: Callable[[str], Any], among: Collection[str] = ()) -> Callable[[str], list[Any]]:
+    """The type of an option that takes values with commas between them."""
+
+    def values(text: str) -> list[Any]:
+        found = [of(word) for word in text.split(",")]
+        if among and not set(found) <= set(among):
+            raise argparse.ArgumentTypeError(f"must be some of {','.join(among)}, got {text}")
+        return found
+
+    values.__name__ = of.__name__  # for what argparse says
+    return values
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kernels", default="linear,vocabulary,attention")
-    parser.add_argument("--formats", default="w4,w8,bf16")
-    parser.add_argument("--rows", default="1,4,32,512")
-    parser.add_argument("--steps", default="1x2048x1,32x256x1,1x512x512,1x4096x512", help="sequences x tokens x rows")
-    parser.add_argument("--kv-dtypes", default="bf16")
-    parser.add_argument("--threads", default=",".join(map(str, sorted({1, available_cores()}))))
-    parser.add_argument("--variants", default=_native.variants()[-1])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=1, help="take all cases in turn, so often")
+    kernels, variants = ("linear", "vocabulary", "attention"), _native.variants()
+    parser.add_argument("--kernels", type=several(str, kernels), default=kernels, help=",".join(kernels))
+    parser.add_argument("--formats", type=several(str, BITS), default=[*BITS], help=",".join(BITS))
+    parser.add_argument("--rows", type=several(count), default=[1, 4, 32, 512])
+    steps = "1x2048x1,32x256x1,1x512x512,1x4096x512"
+    parser.add_argument("--steps", type=several(step), default=steps, help="sequences x tokens x rows")
+    parser.add_argument("--kv-dtypes", type=several(str, KV_BITS), default=["bf16"], help=",".join(KV_BITS))
+    parser.add_argument("--threads", type=several(count), default=sorted({1, available_cores()}))
+    parser.add_argument("--variants", type=several(str, variants), default=variants[-1:], help=",".join(variants))
+    parser.add_argument("--repeats", type=count, default=5)
+    parser.add_argument("--rounds", type=count, default=1, help="take all cases in turn, so often")
     parser.add_argument("--reference", action="store_true")
     args = parser.parse_args()
     on = machine()
     results: list[dict[str, Any]] = []
     probes: list[dict[str, Any]] = []
     reference = [time_of(case.run, 2) for case in cases(ReferenceOps(), args)] if args.reference else []
-    for variant in args.variants.split(","):
-        for threads in map(int, args.threads.split(",")):
+    for variant in args.variants:
+        for threads in args.threads:
             allowed = probe(threads, variant)
             probes.append(allowed._asdict())
             times: defaultdict[int, list[float]] = defaultdict(list)

@@ -4,13 +4,15 @@ that come back, the paper's memory.
 
 from __future__ import annotations
 
+import json
 import random
+import sys
 from argparse import Namespace
 from pathlib import Path
 from statistics import fmean
 
 import pytest
-from bench import growth, layouts, paging, paper_table, resume, scale
+from bench import growth, kernels, layouts, paging, paper_table, resume, scale
 from bench.peers import compare
 
 from octavo.bench.compare import variants
@@ -37,6 +39,30 @@ def test_cached_pages_are_made_without_computing(model_path: Path, monkeypatch: 
     assert len(times) == 2 and all(0 < control < seconds for seconds, control in times)
     assert bench.core.cache.pool.num_referenced == 0
     bench.core.close()
+
+
+def test_kernels_are_timed_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "kernels --kernels attention --steps 2x20x1 --kv-dtypes bf16,int8 --threads 1 --repeats 1"
+    monkeypatch.setattr(sys, "argv", asked.split())
+    kernels.main()
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert [(one["kernel"], one["dtype"]) for one in results] == [
+        (kernel, dtype) for dtype in ("bf16", "int8") for kernel in ("rope_write", "attention")
+    ]
+    assert all(one["share"] > 0 for one in results)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("kernels", "linear,nope"), ("rows", "0"), ("steps", "1x2"), ("steps", "1x9x10"), ("threads", "a")],
+)
+def test_options_of_kernels_are_checked(
+    option: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kernels", f"--{option}", value])
+    with pytest.raises(SystemExit, match="2"):
+        kernels.main()
+    assert f"argument --{option}: " in capsys.readouterr().err
 
 
 def test_points_give_a_line(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
