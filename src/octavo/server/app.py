@@ -91,6 +91,7 @@ STREAM_HEADERS = [
 ]
 
 T = TypeVar("T")
+G = TypeVar("G", bound=GenerationRequest)
 Replies = CompletionReplies | ChatReplies
 
 
@@ -436,14 +437,7 @@ class Application:
     async def _completion(
         self, scope: Scope, receive: Receive, exchange: Exchange
     ) -> tuple[Any, list[Answer], Replies]:
-        caller = self._keys.caller(scope)
-        body = await self._read(scope, receive, CompletionRequest)
-        self._check_model(body.model)
-        body.check()
-        session = session_of(body, scope)
-        exchange.fields["model"], exchange.fields["stream"] = body.model or self.names[0], bool(body.stream)
-        if session is not None:
-            exchange.fields["session"] = session
+        caller, body, session = await self._asked(scope, receive, exchange, CompletionRequest)
         prompts = body.prompts()
         if len(prompts) > (most := self.config.max_prompts_per_request):
             message = f"prompt: there are {len(prompts)}, and the limit is {most} (--max-prompts-per-request)"
@@ -496,14 +490,7 @@ class Application:
     # ── chats ──
 
     async def _chat(self, scope: Scope, receive: Receive, exchange: Exchange) -> tuple[Any, list[Answer], Replies]:
-        caller = self._keys.caller(scope)
-        body = await self._read(scope, receive, ChatRequest)
-        self._check_model(body.model)
-        body.check()
-        session = session_of(body, scope)
-        exchange.fields["model"], exchange.fields["stream"] = body.model or self.names[0], bool(body.stream)
-        if session is not None:
-            exchange.fields["session"] = session
+        caller, body, session = await self._asked(scope, receive, exchange, ChatRequest)
         self._check_logprobs("top_logprobs", body.top_logprobs)
         self._check_logprobs("prompt_logprobs", body.prompt_logprobs)
         template = self.llm.tokenizer.chat_template(bool(body.tools))
@@ -524,6 +511,20 @@ class Application:
         return body, [answer], ChatReplies(exchange.id, int(time.time()), name, body, self.llm.tokenizer, use)
 
     # ── what they share ──
+
+    async def _asked(
+        self, scope: Scope, receive: Receive, exchange: Exchange, kind: type[G]
+    ) -> tuple[Caller, G, str | None]:
+        """Who asks for what, and in which session. Raises APIError, Disconnected."""
+        caller = self._keys.caller(scope)
+        body = await self._read(scope, receive, kind)
+        self._check_model(body.model)
+        body.check()
+        session = session_of(body, scope)
+        exchange.fields["model"], exchange.fields["stream"] = body.model or self.names[0], bool(body.stream)
+        if session is not None:
+            exchange.fields["session"] = session
+        return caller, body, session
 
     def _check_logprobs(self, name: str, count: int | None) -> None:
         if (count or 0) > self.config.max_logprobs:
