@@ -23,11 +23,10 @@ OCTAVO_VARIANTS(TABLE)
 
 bool runs_generic() { return true; }
 
-#if defined(__x86_64__) && defined(OCTAVO_EMULATED)
+#if defined(OCTAVO_EMULATED)
 
-bool runs_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
-bool runs_avx512() { return runs_avx2(); }
-bool runs_amx() { return runs_avx2(); }
+bool runs_avx512() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool runs_amx() { return runs_avx512(); }
 
 #elif defined(__x86_64__)
 

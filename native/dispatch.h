@@ -5,7 +5,9 @@
 
 #include <stddef.h>
 
-#if defined(__x86_64__)
+#if defined(OCTAVO_EMULATED)
+#define OCTAVO_VARIANTS(X) X(generic) X(avx512) X(amx)
+#elif defined(__x86_64__)
 #define OCTAVO_VARIANTS(X) X(generic) X(avx2) X(avx512) X(amx)
 #else
 #define OCTAVO_VARIANTS(X) X(generic)

@@ -34,13 +34,21 @@ def test_memory_for_eight_unless_told() -> None:
     assert pool_bytes(EngineConfig(kv_cache_memory_bytes=5), model) == 5
 
 
-def test_layouts_are_compared(model_path: Path, tmp_path: Path) -> None:
+def test_layouts_are_compared(tmp_path: Path) -> None:
     """Three prompts of 544 tokens, 512 of them shared, in memory for two reservations."""
+    shape = tiny.config("llama", max_position_embeddings=1024, head_dim=64)
+    path, token_bytes = tiny.write_folder(tmp_path, shape, tiny.tensors(shape)), 2 * 2 * 2 * 64 * 2
     report = tmp_path / "figures.json"
     options = ["--workload", "prefix", "--requests", "3", "--repeats", "2", "--json", str(report), "--dtypes", "int8"]
     options += ["--html", str(tmp_path / "it.html")]
-    options += ["--max-model-len", "640", "--kv-cache-memory-bytes", str(2 * 640 * 23_040), "--without-prefix-caching"]
-    printed = CliRunner().invoke(app, ["bench", "compare", str(model_path), *options])
+    options += [
+        "--max-model-len",
+        "640",
+        "--kv-cache-memory-bytes",
+        str(2 * 640 * token_bytes),
+        "--without-prefix-caching",
+    ]
+    printed = CliRunner().invoke(app, ["bench", "compare", str(path), *options])
     assert printed.exit_code == 0, printed.output
     [result] = json.loads(report.read_text())["results"]
     contiguous, paged, small, plain = result["variants"]
@@ -49,7 +57,7 @@ def test_layouts_are_compared(model_path: Path, tmp_path: Path) -> None:
     result["variants"].remove(small)
     assert [variant["num_pages"] for variant in result["variants"]] == [2, 80, 80]
     for variant in result["variants"]:
-        assert variant["num_pages"] * variant["page_bytes"] == 2 * 640 * 23_040
+        assert variant["num_pages"] * variant["page_bytes"] == 2 * 640 * token_bytes
         for one in variant["rounds"]:
             assert (one["prompt_tokens"], one["output_tokens"]) == (3 * 544, 3 * 64)
             assert 0 < one["kv_use"] <= one["kv_held"] <= 1
