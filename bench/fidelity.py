@@ -2,8 +2,9 @@
 
     python bench/fidelity.py smollm2-135m --json fidelity.json
 
-The mixed workload is served with pools of several sizes, all requests at once, and is then simulated. Each pool is run
-several times, in turn with the others; medians and the spread of the real runs are told.
+The mixed workload is served with pools of several sizes, all requests at once, and is simulated. Each pool is run
+several times, in turn with the others. Before each round the machine is calibrated anew, as it may have become faster
+or slower, and the simulation takes that round's costs. Medians of both are compared, and all rounds told.
 """
 
 from __future__ import annotations
@@ -57,23 +58,36 @@ def simulated(cost: Measured, config: EngineConfig, num_requests: int) -> dict[s
     }
 
 
+def medians(rounds: list[dict[str, Any]]) -> dict[str, float]:
+    return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+
+
 def compared(model: str, pools: list[int], at_once: int, num_requests: int, repeats: int) -> Iterator[tuple[str, Any]]:
-    path = resolve(model)
-    print("calibrating", file=sys.stderr)
-    fit = calibrate(path, model, EngineConfig(max_num_seqs=at_once))
-    yield "fit", {**asdict(fit.cost), "num_steps": fit.num_steps, "error": fit.error}
-    configs = {pages: config_of(pages, fit.cost.format.page_bytes, at_once) for pages in pools}
+    path, fits = resolve(model), []
     runs: dict[int, list[dict[str, Any]]] = {pages: [] for pages in pools}
+    simulations: dict[int, list[dict[str, Any]]] = {pages: [] for pages in pools}
     for _ in range(repeats):
-        for pages, config in configs.items():
+        print("calibrating", file=sys.stderr)
+        fit = calibrate(path, model, EngineConfig(max_num_seqs=at_once))
+        fits.append({**asdict(fit.cost), "num_steps": fit.num_steps, "error": fit.error})
+        for pages in pools:
             print(f"serving with {pages} pages", file=sys.stderr)
+            config = config_of(pages, fit.cost.format.page_bytes, at_once)
             runs[pages].append(real(path, config, num_requests))
+            simulations[pages].append(simulated(fit.cost, config, num_requests))
+    yield "fits", fits
     results = []
-    for pages, config in configs.items():
-        found = simulated(fit.cost, config, num_requests)
-        middle = {name: statistics.median(run[name] for run in runs[pages]) for name in found}
-        ratios = {name: found[name] / middle[name] for name in found if middle[name]}
-        results.append({"pages": pages, "real": runs[pages], "median": middle, "simulated": found, "ratio": ratios})
+    for pages in pools:
+        middle, found = medians(runs[pages]), medians(simulations[pages])
+        results.append(
+            {
+                "pages": pages,
+                "real": runs[pages],
+                "simulated": simulations[pages],
+                "median": {"real": middle, "simulated": found},
+                "ratio": {name: found[name] / middle[name] for name in found if middle[name]},
+            }
+        )
     yield "pools", results
 
 

@@ -137,6 +137,17 @@ def test_a_fit_finds_what_made_the_times() -> None:
     assert found.cost.seen_s == pytest.approx(true.seen_s, rel=0.1)
 
 
+def test_a_fit_has_what_steps_take_on_average() -> None:
+    """Every third step takes half as long again, whatever it computes."""
+    steps = [
+        Timed(Load(rows, rows, 0), 0.01 * rows * (1.5 if at % 3 == 0 else 1)) for at in range(300) for rows in (1, 2, 4)
+    ]
+    found = fit(steps, cost())
+    assert found.num_disturbed == 0
+    for rows in (1, 2, 4):
+        assert found.cost.step_s(Load(rows, rows, 0)) == pytest.approx(0.01 * rows * 3.5 / 3, rel=0.001)
+
+
 def test_no_cost_is_negative() -> None:
     """More tokens to attend to take less time here, which nothing explains."""
     steps = [Timed(Load(rows, rows, 1000 - rows), 0.01 * rows) for rows in (1, 2, 3, 4, 5, 6, 7, 8)]
