@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from tests.engine.test_tiers import PAGE_BYTES, pool
+from tests.surprise import let_preempting_pay
 
 from octavo.cache.manager import CacheManager
 from octavo.engine.core import EngineCore
@@ -90,7 +91,7 @@ def test_the_simulator_plans_as_the_engine_does(make_llm, tmp_path, num_pages, o
     core, config = llm._core, llm.config
     assert llm.format.page_bytes == PAGE_BYTES
     if num_pages == 16:
-        core.cache.tiers.costs.step_s = 60.0  # so that preempting pays, as it may not on the machine that runs this
+        let_preempting_pay(core)
     costs = replace(core.cache.tiers.costs, load_s=dict(core.cache.tiers.costs.load_s))
     totals = core.cache.tier_pages()
 

@@ -115,9 +115,9 @@ def fit(steps: Sequence[Timed], blank: Measured) -> Fit:
         found = _least_squares(relative * weights[:, None], weights)
         errors = np.abs(relative @ found - 1)
         weights = np.maximum(errors, LEAST_ERROR) ** -0.5
-    took = 1 / (relative @ found)
-    found *= took[errors <= MAX_ERROR].mean() if (errors <= MAX_ERROR).any() else 1.0
-    errors = np.abs(relative @ found - 1)
+    if (sound := errors <= MAX_ERROR).any():
+        found *= np.mean(1 / (relative @ found)[sound])
+        errors = np.abs(relative @ found - 1)
     lines = tuple(zip(knots, found[: len(knots)].tolist(), strict=True))
     draw_s, seen_s, pair_s, stored_s = found[len(knots) :].tolist()
     cost = replace(blank, knots=lines, draw_s=draw_s, seen_s=seen_s, pair_s=pair_s, stored_s=stored_s)

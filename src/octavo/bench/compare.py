@@ -8,7 +8,6 @@ round left in the prefix cache is dropped before the next.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,6 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from octavo.bench.throughput import serve
 from octavo.bench.workloads import Work, Workload, rates
 from octavo.config import EngineConfig, ModelConfig
 from octavo.engine.core import EngineCore
@@ -25,7 +25,7 @@ from octavo.kv_format import KVFormat
 from octavo.models.weights import Checkpoint, open_checkpoint
 from octavo.planner.memory import Demand, room
 from octavo.scheduler.scheduler import Scheduler
-from octavo.types import SamplingParams, StepPlan, StepResult
+from octavo.types import StepPlan, StepResult
 
 RESERVATIONS = 8
 """The pool, unless told: so many sequences of the maximum length."""
@@ -77,11 +77,7 @@ class Variant:
         self._cache.drop_cached()
         self._gauge.samples.clear()
         before = self.llm.stats()
-        params = {n: SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in work}
-        start = time.perf_counter()
-        for part in workload.together(work):
-            self.llm.generate([one.prompt for one in part], [params[one.max_tokens] for one in part])
-        seconds = time.perf_counter() - start
+        seconds = serve(self.llm, workload, work)
         after = self.llm.stats()
         return {
             **rates(list(work), seconds),

@@ -17,12 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from octavo.bench.throughput import serve
 from octavo.bench.workloads import Work, Workload
 from octavo.cache.manager import Admission, CacheManager
 from octavo.config import EngineConfig
 from octavo.engine.llm import LLM, assemble
 from octavo.models.weights import open_checkpoint
-from octavo.types import SamplingParams
 
 SPARE_PAGES = 64
 """Pages of the pool in which the books are timed, beyond those of the longest request."""
@@ -67,7 +67,7 @@ def measure(
         for workload in workloads:
             warm_up, work = workload.draw(num_requests, checkpoint.config.vocab_size, seed)
             for llm in engines.values():
-                serve(llm, workload, warm_up)
+                turn(llm, workload, warm_up)
             rounds: list[tuple[Turn, Turn]] = []
             for number in range(repeats):
                 seed += 1  # for ever: what a seed draws for one workload may begin what it draws for another
@@ -75,7 +75,7 @@ def measure(
                 turns = {}
                 for enabled in (True, False) if number % 2 else (False, True):
                     progress(f"{workload.name}, round {number + 1} of {repeats}: {'with' if enabled else 'without'}")
-                    turns[enabled] = serve(engines[enabled], workload, own)
+                    turns[enabled] = turn(engines[enabled], workload, own)
                 rounds.append((turns[True], turns[False]))
             progress(f"{workload.name}: the books")
             found.append(
@@ -84,14 +84,9 @@ def measure(
     return found
 
 
-def serve(llm: LLM, workload: Workload, work: Sequence[Work]) -> Turn:
+def turn(llm: LLM, workload: Workload, work: Sequence[Work]) -> Turn:
     before = llm.stats()
-    parts = list(workload.together(work))
-    params = {n: SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in work}
-    start = time.perf_counter()
-    for part in parts:
-        llm.generate([one.prompt for one in part], [params[one.max_tokens] for one in part])
-    seconds = time.perf_counter() - start
+    seconds = serve(llm, workload, work)
     after = llm.stats()
     return Turn(seconds, *(after[name] - before[name] for name in ("queried_tokens", "hit_tokens")))
 

@@ -6,12 +6,13 @@ Owns the clock and the report; the engine is used as anyone would use it, throug
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from octavo.bench.figures import spread
 from octavo.bench.machine import Shape, Watch, probe, standing
-from octavo.bench.workloads import Workload, rates
+from octavo.bench.workloads import Work, Workload, rates
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.llm import LLM, assemble
@@ -44,6 +45,16 @@ def watched(path: Path, config: EngineConfig) -> tuple[LLM, Watch, Shape]:
     watch = Watch(engine.core.executor)
     llm = LLM.from_engine(engine._replace(core=EngineCore(engine.core.scheduler, watch)))
     return llm, watch, Shape(engine.model, *engine.decoder.footprints, engine.format.token_bytes)
+
+
+def serve(llm: LLM, workload: Workload, work: Sequence[Work]) -> float:
+    """Seconds that requests take, as many of them at once as the workload says."""
+    parts = list(workload.together(work))
+    params = {n: SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in work}
+    start = time.perf_counter()
+    for part in parts:
+        llm.generate([one.prompt for one in part], [params[one.max_tokens] for one in part])
+    return time.perf_counter() - start
 
 
 def run_work(llm: LLM, workload: Workload, num_requests: int | None, seed: int) -> tuple[dict[str, Any], float]:

@@ -17,7 +17,6 @@ from octavo.config import EngineConfig
 from octavo.engine.sizing import GIB
 from octavo.errors import ConfigError, InvalidRequest
 from octavo.gpus import Gpu
-from octavo.kv_format import ALIASES
 from octavo.planner.advisor import Advice, Result, Workload, advise
 from octavo.planner.known import Shape
 from octavo.planner.memory import Demand, Device, plan
@@ -149,8 +148,8 @@ def sheet(shape: Shape, gpu: Gpu, count: int) -> CostOf:
     weights = shape.weight_bytes or (None if shape.feed_forward is None else 2 * shape.num_parameters)
 
     def cost(config: EngineConfig) -> Cost:
-        dtype = ALIASES.get(config.kv_cache_dtype, config.kv_cache_dtype)
-        return Sheet(shape.model, gpu, count, dtype, config.block_size, weight_bytes=weights)
+        pages = config.kv_format(shape.model)
+        return Sheet(shape.model, gpu, count, pages.dtype, pages.block_size, weight_bytes=weights)
 
     return cost
 

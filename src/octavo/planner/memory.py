@@ -144,7 +144,7 @@ def plan(
         num_host_pages = host_size(config, pages, where - weights - num_pages * pages.page_bytes)
     else:
         left = max(int(device.memory_bytes * device.share) - weights - activations, 0)
-        num_pages = _given_pages(config.kv_cache_memory_bytes, number, left, pages) or left // pages.page_bytes
+        num_pages = _pool_pages(config.kv_cache_memory_bytes, number, left, pages)
         num_host_pages = int(config.swap_space * GIB) // number // pages.page_bytes
     reservation = replace(pages, block_size=whole_block_size(max_model_len))
     longest = max_model_len
@@ -209,10 +209,10 @@ def room(format: KVFormat, reservation: KVFormat, num_pages: int, demands: Seque
     )
 
 
-def _given_pages(budget: int | None, number: int, left: int, pages: KVFormat) -> int:
-    """Of each device, for a pool of so many bytes altogether, where each has so many left; 0 if none was asked for."""
+def _pool_pages(budget: int | None, number: int, left: int, pages: KVFormat) -> int:
+    """Of each device, where each has so many bytes left, for a pool of `budget` altogether or of all that is left."""
     if budget is None:
-        return 0
+        return left // pages.page_bytes
     if budget // number < pages.page_bytes:
         least = f"one page takes {number * pages.page_bytes:,} bytes and the pool gives {budget:,}"
         raise ConfigError("kv_cache_memory_bytes", least)
